@@ -7,6 +7,7 @@ import argparse
 import hashlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -30,6 +31,7 @@ TORCH = ("torch", "torchvision")
 # Its dependency on torch would let pip change the torch that is already there.
 WITHOUT_DEPENDENCIES = ("torchaudio",)
 START = time.monotonic()
+STEP_NUMBERS = itertools.count(1)
 
 
 class Failure(Exception):
@@ -102,7 +104,8 @@ def demo(options: argparse.Namespace, _: list[str]) -> int:
     comfyui = provide_comfyui(comfyui_roots()[:1])
     python = provide_python(comfyui, ())
     step(f"Running the demo in {comfyui[0]}")
-    command = [python, "-m", "tests.comfyui.demo", comfyui[0], "--kernel", options.kernel, "--port", str(options.port)]
+    script = ROOT / "tests" / "comfyui" / "demo.py"
+    command = [python, script, comfyui[0], "--kernel", options.kernel, "--port", str(options.port)]
     return call(command + ["--keep"] * options.keep)
 
 
@@ -279,8 +282,7 @@ def call(command: list[str | Path]) -> int:
 
 
 def step(text: str) -> None:
-    step.number = getattr(step, "number", 0) + 1
-    print(f"[{time.monotonic() - START:6.1f} s] {step.number}. {text}", flush=True)
+    print(f"[{time.monotonic() - START:6.1f} s] {next(STEP_NUMBERS)}. {text}", flush=True)
 
 
 if __name__ == "__main__":

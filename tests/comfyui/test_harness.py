@@ -1,0 +1,38 @@
+"""The harness keeps scenarios apart from pytest and says what went wrong inside ComfyUI."""
+
+from __future__ import annotations
+
+import pytest
+
+from hosts import Host, ScenarioFailed, Worker
+
+
+def test_scenario_runs_inside_this_comfyui(host: Host) -> None:
+    facts = host.run("scenarios_harness:facts")
+    assert facts["nodes_file"] == str(host.root / "nodes.py")
+    assert tuple(map(int, facts["version"].split("."))) == host.version
+    assert facts["cpu"]
+
+
+def test_pack_is_loaded_unless_asked_otherwise(host: Host) -> None:
+    assert host.run("scenarios_harness:facts")["has_pack"]
+    assert not host.without_pack.run("scenarios_harness:facts")["has_pack"]
+
+
+def test_one_process_serves_a_session(host: Host) -> None:
+    assert host.run("scenarios_harness:facts")["pid"] == host.run("scenarios_harness:facts")["pid"]
+
+
+def test_failure_carries_the_traceback_and_the_log(host: Host) -> None:
+    with pytest.raises(ScenarioFailed, match=r"(?s)ValueError: because.*about to fail"):
+        host.run("scenarios_harness:fail", message="because")
+
+
+def test_worker_that_hangs_or_dies_is_replaced(host: Host) -> None:
+    with Worker(host.root, pack=False) as worker:
+        worker.run("scenarios_harness:sleep", seconds=0)
+        with pytest.raises(ScenarioFailed, match="no answer within"):
+            worker.run("scenarios_harness:sleep", seconds=60, timeout_s=0.2)
+        with pytest.raises(ScenarioFailed, match="the process ended"):
+            worker.run("scenarios_harness:leave")
+        assert worker.run("scenarios_harness:facts")["cpu"]
