@@ -1,0 +1,246 @@
+"""Kernels from the Hugging Face Hub, through its ``kernels`` package.
+
+Without ``allow_download`` only what is on this disk is looked at: the repositories named by the LOCAL_KERNELS setting
+of ``kernels``, then the local Hub cache; no connection is opened. With it, ``kernels.get_kernel`` may download.
+
+Downloading is all that ``allow_download`` says yes to. ``trust_remote_code`` is never passed, so ``kernels`` itself
+refuses a publisher that the Hub does not mark as trusted; to run such code, a person fetches it into the local cache
+or names it in LOCAL_KERNELS.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ..environment import Environment
+from ..refusal import Refusal, RefusalCode
+from ..spec import AttentionSpec
+from ..support import Support
+from .base import Backend, Kernel, Tolerance
+from .binding import declared, describe, find_function, import_package, refuse_parameters
+
+INSTALL = "pip install -U kernels"
+KEYWORDS = {"tensor_layout": ("tensor_layout", "layout"), "sm_scale": ("sm_scale", "softmax_scale", "scale")}
+"""What these keywords of ours may be called by a function that was found."""
+LAYOUTS = {"layout": {"NHD": "bshd", "HND": "bhsd"}}
+"""How a parameter of that name wants a layout written, as aiter's attention functions do."""
+
+
+@dataclass(frozen=True)
+class HubKernel:
+    """Where a kernel is published, and how it is found and called.
+
+    ``functions`` are names to look for on an arch ("" for any), in the module or in its ``core``; where none is there,
+    the only public function with ``like`` in its name is taken. ``required`` are keywords of ours that the function
+    must declare in one spelling or another. ``changes_key`` says that it writes to the key that it is given.
+    """
+
+    repo: str
+    version: int
+    functions: dict[str, Sequence[str]]
+    like: str = ""
+    required: tuple[str, ...] = ()
+    enable_gqa: bool = False
+    changes_key: bool = False
+
+    @property
+    def title(self) -> str:
+        return f"{self.repo} version {self.version}"
+
+
+def _load(hub: HubKernel) -> Callable[[Environment, str, bool], Kernel | tuple[Refusal, ...]]:
+    def load(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
+        kernels = import_package("kernels", INSTALL)
+        if isinstance(kernels, Refusal):
+            return (kernels,)
+        module = _from_this_disk(kernels, hub)
+        if allow_download and isinstance(module, Refusal) and module.code is RefusalCode.DOWNLOAD_NOT_ALLOWED:
+            module = _from_the_hub(kernels, hub)
+        if isinstance(module, Refusal):
+            return (module,)
+        bound = _bind(hub, module, arch)
+        return (bound,) if isinstance(bound, Refusal) else bound
+
+    return load
+
+
+def _from_this_disk(kernels: ModuleType, hub: HubKernel) -> ModuleType | Refusal:
+    """The module of ``hub`` from LOCAL_KERNELS or the local Hub cache, without any connection."""
+    if (local := _local_kernels().get(hub.repo)) is not None:
+        folder = Path(local)
+    else:
+        try:
+            folder = kernels.install_kernel(hub.repo, version=hub.version, local_files_only=True)
+        except Exception as error:  # absent, or there for another torch; each release of kernels says it differently
+            detail = f"{hub.title} is not in the local Hub cache ({describe(error)})"
+            return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, detail)
+    if elsewhere := _other_repositories(folder):
+        detail = f"{hub.title} builds on {', '.join(elsewhere)}, which would be looked up online; set LOCAL_KERNELS"
+        return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, detail)
+    try:
+        if local is not None:
+            return kernels.get_kernel(hub.repo, version=hub.version)
+        return kernels.get_local_kernel(folder)
+    except Exception as error:  # code of others runs here, and a broken build raises whatever it likes
+        return Refusal(RefusalCode.BUILD, f"{hub.title} in {folder} cannot be loaded: {describe(error)}")
+
+
+def _from_the_hub(kernels: ModuleType, hub: HubKernel) -> ModuleType | Refusal:
+    try:
+        return kernels.get_kernel(hub.repo, version=hub.version)
+    except Exception as error:  # the Hub, the connection, the build and the kernel's own code can all fail here
+        text = str(error)
+        code = RefusalCode.DOWNLOAD_FAILED
+        if "not from a trusted publisher" in text:
+            code = RefusalCode.UNTRUSTED_PUBLISHER
+        elif isinstance(error, ImportError) or "build variant" in text or "current device" in text:
+            code = RefusalCode.BUILD
+        return Refusal(code, f"{hub.title} cannot be loaded: {describe(error)}")
+
+
+def _local_kernels() -> dict[str, str]:
+    """The LOCAL_KERNELS setting of ``kernels``: "repository=path:repository=path"."""
+    entries = (entry.partition("=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
+    return {repo: path for repo, _, path in entries if path}
+
+
+def _other_repositories(folder: Path) -> list[str]:
+    """The repositories that a kernel in ``folder`` needs and LOCAL_KERNELS does not name.
+
+    ``kernels`` has no way to load a kernel from a folder and look for those in the local cache only.
+    """
+    needed = set()
+    for metadata in folder.rglob("metadata.json"):
+        entries = json.loads(metadata.read_text(encoding="utf-8")).get("kernel-depends", ())
+        needed.update(entry["repo-id"] for entry in entries)
+    return sorted(needed - _local_kernels().keys())
+
+
+def _bind(hub: HubKernel, module: ModuleType, arch: str) -> Kernel | Refusal:
+    """The function of ``hub`` that ``module`` offers for ``arch``, called with the names that it declares."""
+    core = getattr(module, "core", module)
+    if not getattr(core, f"{arch.upper()}_ENABLED", True):  # the flags of SageAttention's core
+        return Refusal(RefusalCode.BUILD, f"{hub.title} was built without its {arch} part")
+    names = hub.functions.get(arch, hub.functions.get("", ()))
+    function = find_function((module, core), names)
+    if function is None:
+        offered = _offered(module)
+        alike = [name for name in offered if hub.like and hub.like in name]
+        if len(alike) != 1:
+            detail = f"{hub.title} offers {', '.join(offered) or 'no function'}; expected is {' or '.join(names)}"
+            return Refusal(RefusalCode.FUNCTION_MISSING, detail)
+        function = getattr(module, alike[0])
+    title = f"{getattr(function, '__name__', 'the function')} of {hub.title}"
+    parameters = declared(function)
+    spelled = {
+        ours: next((name for name in spellings if name in parameters), ours) for ours, spellings in KEYWORDS.items()
+    }
+    passed = [spelled[ours] for ours in KEYWORDS if ours in hub.required or spelled[ours] in parameters]
+    if (refusal := refuse_parameters(function, title, passed)) is not None:
+        return refusal
+    options = {"smooth_k"} & parameters.keys() | ({"enable_gqa"} if hub.enable_gqa else set())
+    return Kernel(_call(function, passed, spelled, hub.changes_key), frozenset(options))
+
+
+def _offered(module: ModuleType) -> list[str]:
+    """The public functions of ``module``: those in ``__all__``, or those without an underscore."""
+    names = getattr(module, "__all__", None) or [name for name in vars(module) if not name.startswith("_")]
+    found = {name: getattr(module, name, None) for name in names}
+    return sorted(name for name, value in found.items() if callable(value) and not isinstance(value, type))
+
+
+def _call(
+    function: Callable[..., Any], passed: Sequence[str], spelled: dict[str, str], changes_key: bool
+) -> Callable[..., Any]:
+    """``function`` behind our keywords; one that it does not declare is not passed on."""
+    layout, scale = spelled["tensor_layout"], spelled["sm_scale"]
+    written = LAYOUTS.get(layout, {"NHD": "NHD", "HND": "HND"})
+
+    def kernel(query: Any, key: Any, value: Any, *, tensor_layout: str, sm_scale: float, **options: Any) -> Any:
+        if layout in passed:
+            options[layout] = written[tensor_layout]
+        if scale in passed:
+            options[scale] = sm_scale
+        return function(query, key.clone() if changes_key else key, value, **options)
+
+    return kernel
+
+
+INT8_FP8 = Tolerance(relative_l2=0.06, cosine=0.998)
+"""0.038 measured for int8 QK with fp8 PV; the AMD kernel's authors report a cosine of 0.9993."""
+FP4 = Tolerance(relative_l2=0.2, cosine=0.98)
+"""Room for four bits in query, key, weights and value; not measured here yet."""
+
+SAGE_ATTENTION = HubKernel(
+    repo="kernels-community/sage-attention",
+    version=2,
+    functions={
+        "sm80": ("sageattn_qk_int8_pv_fp16_cuda",),
+        "sm89": ("sageattn_qk_int8_pv_fp8_cuda",),
+        "sm90": ("sageattn_qk_int8_pv_fp8_cuda_sm90",),
+    },
+    required=("tensor_layout", "sm_scale"),
+    enable_gqa=True,
+)
+"""Its build.toml compiles for capabilities 8.0, 8.9 and 9.0a; its public sageattn() picks the same functions."""
+SAGE_BLACKWELL = HubKernel(
+    repo="kernels-community/sage-blackwell",
+    version=1,
+    functions={"": ("sageattn3_blackwell",)},
+    changes_key=True,
+)
+"""Its build.toml compiles for capability 12.0a; a port of SageAttention 3, which smooths the caller's key in place."""
+AITER_SAGE_ATTENTION = HubKernel(
+    repo="kernels-community/aiter-sage-attention",
+    version=1,
+    functions={"": ("sageattn", "sage_attention", "sage_attn", "sage_attn_func")},
+    like="sage",
+)
+
+GFX1201_HEAD_DIM = 128
+"""The kernel takes bf16 query, key and value of equal shape with this head_dim, unmasked and not causal."""
+
+
+def _equal_shapes(spec: AttentionSpec) -> Refusal | None:
+    """Grouped heads do not count: the caller expands them for a kernel that does not take them."""
+    if spec.qo_len == spec.kv_len:
+        return None
+    detail = f"qo_len is {spec.qo_len} and kv_len is {spec.kv_len}; {HUB_AITER.name} takes equal shapes"
+    return Refusal(RefusalCode.SHAPE, detail)
+
+
+HUB_SAGE_ATTENTION = Backend(
+    name="hub: sage-attention",
+    support=Support(archs=tuple(SAGE_ATTENTION.functions), max_head_dim=128, enable_gqa=True, smooth_k=True),
+    tolerance=INT8_FP8,
+    load=_load(SAGE_ATTENTION),
+    package="kernels",
+)
+HUB_SAGE_BLACKWELL = Backend(
+    name="hub: sage-blackwell",
+    support=Support(archs=("sm120",), head_dims=(64, 128), tensor_layouts=("HND",), sm_scale=False),
+    tolerance=FP4,
+    load=_load(SAGE_BLACKWELL),
+    package="kernels",
+    auto=False,
+)
+HUB_AITER = Backend(
+    name="hub: aiter-sage-attention (gfx1201)",
+    support=Support(
+        archs=("gfx1201",),
+        dtypes=("bfloat16",),
+        head_dims=(GFX1201_HEAD_DIM,),
+        tensor_layouts=("NHD",),
+        sm_scale=False,
+        rules=(_equal_shapes,),
+    ),
+    tolerance=INT8_FP8,
+    load=_load(AITER_SAGE_ATTENTION),
+    package="kernels",
+)

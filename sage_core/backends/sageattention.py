@@ -1,0 +1,205 @@
+"""SageAttention 1 and 2: one import name, told apart by the functions that are really installed.
+
+The version string says nothing about a build: releases, forks and prebuilt wheels share it. So each function is looked
+up by name, its parameters are read, and for the CUDA ones the compiled part for this GPU must be there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from importlib import util
+from types import ModuleType
+from typing import Any
+
+from ..environment import Environment
+from ..refusal import Refusal, RefusalCode
+from ..spec import AttentionSpec, MaskKind
+from ..support import Support
+from .base import Backend, Kernel, Tolerance
+from .binding import declared, find_function, import_package, refuse_parameters
+
+PACKAGE = "sageattention"
+INSTALL_1 = "pip install 'sageattention<2' triton"
+INSTALL_2 = "build SageAttention 2 from https://github.com/thu-ml/SageAttention, or install a wheel made for this torch"
+
+FP16_CUDA_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
+"""setup.py compiles _qattn_sm80 for each of these (and for no other)."""
+FP8_CUDA_ARCHS = ("sm89", "sm100", "sm120", "sm121")
+"""setup.py compiles _qattn_sm89 for these; sm90 has it too, but a kernel of its own as well."""
+SM90_ARCHS = ("sm90",)
+TRITON_ARCHS = ("sm80", "sm86", "sm89", "sm90")
+"""Those in upstream's benchmarks; the comments in its sageattn() call Triton unusable on sm120 and sm121."""
+PER_WARP_ARCHS = ("sm100", "sm120", "sm121")
+"""Per-thread quantization is written in Triton, so sageattn() asks for per-warp there."""
+MAX_HEAD_DIM = 128
+"""Each function pads head_dim to 64 or 128 and raises above: "Unsupported head_dim"."""
+FP16_ACCUMULATION_CUDA = (12, 8)
+"""fp8 products summed in fp16 need CUDA 12.8 (the check that sageattn_qk_int8_pv_fp8_cuda carries as a comment)."""
+
+SAGEATTN_1_HEAD_DIMS = (64, 96, 128)
+"""The assertion on headdim in sageattn() of 1.0.6."""
+SAGEATTN_1_KEY_TILE = 64
+"""BLOCK_N in forward() of attn_qk_int8_per_block.py of 1.0.6, which does not mask the scores of a partial tile."""
+
+INT8_FP16 = Tolerance(relative_l2=0.02, cosine=0.9998)
+"""0.011 to 0.013 measured for int8 QK with fp16 PV."""
+INT8_FP8 = Tolerance(relative_l2=0.06, cosine=0.998)
+"""0.038 measured for int8 QK with fp8 PV."""
+
+
+def _load_2(
+    name: str, part: str, fixed: Callable[[Environment, str, dict[str, Any]], dict[str, Any]]
+) -> Callable[[Environment, str, bool], Kernel | tuple[Refusal, ...]]:
+    """A load() for function ``name`` of SageAttention 2, compiled into ``part`` ("" for Triton).
+
+    ``fixed`` gives the arguments that depend on the GPU and on what the function declares.
+    """
+
+    def load(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
+        package = import_package(PACKAGE, INSTALL_2)
+        if isinstance(package, Refusal):
+            return (package,)
+        core = getattr(package, "core", package)
+        function = find_function((package, core), (name,))
+        if function is None:
+            version = environment.package_version(PACKAGE) or "of unknown version"
+            detail = f"the installed {PACKAGE} {version} has no {name}; {INSTALL_2}"
+            return (Refusal(RefusalCode.FUNCTION_MISSING, detail),)
+        found = [_refuse_part(core, part, name)] if part else []
+        found.append(refuse_parameters(function, name, ("tensor_layout", "sm_scale")))
+        if refusals := tuple(refusal for refusal in found if refusal is not None):
+            return refusals
+        parameters = declared(function)
+        options = {option for option in ("smooth_k", "attn_mask") if option in parameters} | {"enable_gqa"}
+        return Kernel(partial(function, **fixed(environment, arch, parameters)), frozenset(options))
+
+    return load
+
+
+def _refuse_part(core: ModuleType, part: str, name: str) -> Refusal | None:
+    """Why the compiled ``part`` ("sm89") that ``name`` calls is not there; None when it is."""
+    enabled = getattr(core, f"{part.upper()}_ENABLED", None)
+    if enabled is None:  # builds without the flag are judged by the extension's file
+        enabled = util.find_spec(f"{PACKAGE}._qattn_{part}") is not None
+    if enabled:
+        return None
+    detail = f"this {PACKAGE} was built without its {part} part, which {name} needs; {INSTALL_2}"
+    return Refusal(RefusalCode.BUILD, detail)
+
+
+def _triton_arguments(environment: Environment, arch: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {}
+
+
+def _fp16_arguments(environment: Environment, arch: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Sums in fp32, as sageattn() asks for on sm80; the other choices sum in fp16 and can overflow."""
+    return _known(parameters, pv_accum_dtype="fp32", qk_quant_gran=_granularity(arch))
+
+
+def _fp8_arguments(environment: Environment, arch: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Sums in fp32+fp16 where CUDA and the build know it (its own default says so), else in fp32+fp32."""
+    accumulation = parameters.get("pv_accum_dtype")
+    in_fp16 = accumulation is not None and accumulation.default == "fp32+fp16"
+    in_fp16 = in_fp16 and (environment.cuda_version or (0, 0)) >= FP16_ACCUMULATION_CUDA
+    return _known(
+        parameters,
+        pv_accum_dtype="fp32+fp16" if in_fp16 else "fp32+fp32",
+        qk_quant_gran=_granularity(arch),
+    )
+
+
+def _sm90_arguments(environment: Environment, arch: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return _known(parameters, pv_accum_dtype="fp32+fp32", qk_quant_gran=_granularity(arch))
+
+
+def _granularity(arch: str) -> str:
+    return "per_warp" if arch in PER_WARP_ARCHS else "per_thread"
+
+
+def _known(parameters: dict[str, Any], **arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _load_1(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
+    package = import_package(PACKAGE, INSTALL_1)
+    if isinstance(package, Refusal):
+        return (package,)
+    places = (package, getattr(package, "core", package))
+    function = find_function(places, ("sageattn",))
+    if function is None or find_function(places, ("sageattn_qk_int8_pv_fp16_triton", "sageattn_qk_int8_pv_fp16_cuda")):
+        version = environment.package_version(PACKAGE) or "of unknown version"
+        detail = f"the installed {PACKAGE} {version} is not SageAttention 1; {INSTALL_1}"
+        return (Refusal(RefusalCode.FUNCTION_MISSING, detail),)
+    refusal = refuse_parameters(function, "sageattn", ("tensor_layout", "sm_scale", "smooth_k"))
+    if refusal is not None:
+        return (refusal,)
+    return Kernel(_without_changing_key(function), frozenset({"smooth_k", "enable_gqa"}))
+
+
+def _without_changing_key(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` on a copy of key when it smooths: sageattn() of 1.0.6 subtracts the mean in place."""
+
+    def kernel(query: Any, key: Any, value: Any, *, tensor_layout: str, sm_scale: float, smooth_k: bool = True) -> Any:
+        key = key.clone() if smooth_k else key
+        return function(query, key, value, tensor_layout=tensor_layout, sm_scale=sm_scale, smooth_k=smooth_k)
+
+    return kernel
+
+
+def _full_key_tiles(spec: AttentionSpec) -> Refusal | None:
+    """sageattn() of 1.0.6 lets the missing keys of a partial last tile take part in the softmax."""
+    if spec.kv_len % SAGEATTN_1_KEY_TILE == 0:
+        return None
+    detail = f"kv_len is {spec.kv_len}; sageattn 1.x (triton) is only right on multiples of {SAGEATTN_1_KEY_TILE}"
+    return Refusal(RefusalCode.KV_LEN, detail)
+
+
+SAGEATTN_FP8_SM90 = Backend(
+    name="sageattn_qk_int8_pv_fp8_cuda_sm90",
+    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, enable_gqa=True, smooth_k=True),
+    tolerance=INT8_FP8,
+    load=_load_2("sageattn_qk_int8_pv_fp8_cuda_sm90", "sm90", _sm90_arguments),
+    package=PACKAGE,
+)
+SAGEATTN_FP8 = Backend(
+    name="sageattn_qk_int8_pv_fp8_cuda",
+    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, enable_gqa=True, smooth_k=True),
+    tolerance=INT8_FP8,
+    load=_load_2("sageattn_qk_int8_pv_fp8_cuda", "sm89", _fp8_arguments),
+    package=PACKAGE,
+)
+SAGEATTN_FP16 = Backend(
+    name="sageattn_qk_int8_pv_fp16_cuda",
+    support=Support(archs=FP16_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, enable_gqa=True, smooth_k=True),
+    tolerance=INT8_FP16,
+    load=_load_2("sageattn_qk_int8_pv_fp16_cuda", "sm80", _fp16_arguments),
+    package=PACKAGE,
+)
+SAGEATTN_FP16_TRITON = Backend(
+    name="sageattn_qk_int8_pv_fp16_triton",
+    support=Support(
+        archs=TRITON_ARCHS,
+        max_head_dim=MAX_HEAD_DIM,
+        # An additive mask is added to scores that are already times log2(e), and so counts for less than it should.
+        mask_kinds=(MaskKind.NONE, MaskKind.BOOL),
+        enable_gqa=True,
+        smooth_k=True,
+    ),
+    tolerance=INT8_FP16,
+    load=_load_2("sageattn_qk_int8_pv_fp16_triton", "", _triton_arguments),
+    package=PACKAGE,
+)
+SAGEATTN_1 = Backend(
+    name="sageattn 1.x (triton)",
+    support=Support(
+        archs=TRITON_ARCHS,
+        head_dims=SAGEATTN_1_HEAD_DIMS,
+        enable_gqa=True,
+        smooth_k=True,
+        rules=(_full_key_tiles,),
+    ),
+    tolerance=INT8_FP16,
+    load=_load_1,
+    package=PACKAGE,
+)
