@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -152,6 +153,6 @@ def sample_rows(qo_len: int, count: int = 128, tile: int = 128) -> Tensor:
     if qo_len <= count:
         return torch.arange(qo_len)
     ends = {0, (qo_len - 1) // tile * tile, qo_len - 1}
-    stretch = qo_len / (count - len(ends))
-    spread = {int((number + number * 0.6180339887498949 % 1) * stretch) for number in range(count - len(ends))}
+    edges = [number * qo_len // (count - len(ends)) for number in range(count - len(ends) + 1)]
+    spread = {low + int(number * 0.618034 % 1 * (high - low)) for number, (low, high) in enumerate(pairwise(edges))}
     return torch.tensor(sorted(ends | spread))
