@@ -49,17 +49,8 @@ class Worker(AbstractContextManager["Worker"]):
         return answer["result"]
 
     def close(self) -> None:
-        if self._process is None:
-            return
-        self._requests.close()
-        try:
-            self._process.wait(timeout=10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join()
-        self._base_directory.cleanup()
-        self._process = None
+        if self._process is not None:
+            self._end(self._process)
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -89,18 +80,31 @@ class Worker(AbstractContextManager["Worker"]):
             raise
 
     def _answer_within(self, seconds: float, function: str) -> dict[str, Any]:
+        process = cast(subprocess.Popen[str], self._process)
         try:
             line = self._answers.get(timeout=seconds)
         except queue.Empty:
             reason = f"no answer within {seconds} s"
+            process.kill()
         else:
             if line:
                 return cast(dict[str, Any], json.loads(line))
             reason = "the process ended"
-        cast(subprocess.Popen[str], self._process).kill()
+        raise ScenarioFailed(f"{function}: {reason}\n\n{self._end(process)}")
+
+    def _end(self, process: subprocess.Popen[str]) -> str:
+        """Ends the process, by force when a closed input is not enough, and returns the end of its whole log."""
+        self._requests.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        self._reader.join()
         log = self._log_tail()
-        self.close()
-        raise ScenarioFailed(f"{function}: {reason}\n\n{log}")
+        self._base_directory.cleanup()
+        self._process = None
+        return log
 
     def _log_tail(self) -> str:
         lines = self._log.read_text(encoding="utf-8", errors="replace").splitlines()

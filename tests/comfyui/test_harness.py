@@ -36,3 +36,23 @@ def test_worker_that_hangs_or_dies_is_replaced(host: Host) -> None:
         with pytest.raises(ScenarioFailed, match="the process ended"):
             worker.run("scenarios_harness:leave")
         assert worker.run("scenarios_harness:facts")["cpu"]
+
+
+@pytest.mark.parametrize("model", ["wan", "flux", "sdxl", "omnigen2", "ltxv", "qwen_image"])
+def test_tiny_model_samples_reproducibly_through_attention(host: Host, model: str) -> None:
+    facts = host.without_pack.run("scenarios_harness:attention_calls", model=model)
+    assert facts["finite"]
+    assert facts["std"] > 0.1
+    assert facts["same_bits"]
+    assert len(facts["calls"]) % 3 == 0  # as many in each of 3 steps
+
+
+def test_tiny_models_cover_grouped_queries_and_masks(host: Host) -> None:
+    calls = {
+        model: host.without_pack.run("scenarios_harness:attention_calls", model=model)["calls"]
+        for model in ("omnigen2", "ltxv", "qwen_image")
+    }
+    assert any(call["mask"] == ["torch.float32", 2, 1, 1, 8] for call in calls["ltxv"])
+    if host.version >= (0, 30):
+        assert all(call["q"][1] == 2 * call["k"][1] and "enable_gqa" in call["options"] for call in calls["omnigen2"])
+        assert all(call["mask"] == ["torch.float32", 2, 1, 72] for call in calls["qwen_image"])
