@@ -36,7 +36,8 @@ def find_function(places: Iterable[Any], names: Sequence[str]) -> Callable[..., 
     places = tuple(places)
     for name in names:
         for place in places:
-            if callable(function := getattr(place, name, None)):
+            function: Callable[..., Any] | None = getattr(place, name, None)
+            if callable(function):
                 return function
     return None
 

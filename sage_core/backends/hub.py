@@ -60,7 +60,7 @@ def _load(hub: HubKernel) -> Callable[[Environment, str, bool], Kernel | tuple[R
         if isinstance(kernels, Refusal):
             return (kernels,)
         module = _from_this_disk(kernels, hub)
-        if allow_download and isinstance(module, Refusal) and module.code is RefusalCode.DOWNLOAD_NOT_ALLOWED:
+        if allow_download and isinstance(module, Refusal) and hub.repo not in _local_kernels():
             module = _from_the_hub(kernels, hub)
         if isinstance(module, Refusal):
             return (module,)
@@ -72,28 +72,45 @@ def _load(hub: HubKernel) -> Callable[[Environment, str, bool], Kernel | tuple[R
 
 def _from_this_disk(kernels: ModuleType, hub: HubKernel) -> ModuleType | Refusal:
     """The module of ``hub`` from LOCAL_KERNELS or the local Hub cache, without any connection."""
-    if (local := _local_kernels().get(hub.repo)) is not None:
-        folder = Path(local)
-    else:
-        try:
-            folder = kernels.install_kernel(hub.repo, version=hub.version, local_files_only=True)
-        except Exception as error:  # absent, or there for another torch; each release of kernels says it differently
-            detail = f"{hub.title} is not in the local Hub cache ({describe(error)})"
-            return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, detail)
-    if elsewhere := _other_repositories(folder):
-        detail = f"{hub.title} builds on {', '.join(elsewhere)}, which would be looked up online; set LOCAL_KERNELS"
-        return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, detail)
+    local = _local_kernels().get(hub.repo)
+    folder = _cached(hub) if local is None else Path(local)
+    if folder is None:
+        return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, f"{hub.title} is not in the local Hub cache")
     try:
-        if local is not None:
-            return kernels.get_kernel(hub.repo, version=hub.version)
-        return kernels.get_local_kernel(folder)
+        if elsewhere := _other_repositories(folder):
+            detail = f"{hub.title} builds on {', '.join(elsewhere)}, which would be looked up online; set LOCAL_KERNELS"
+            return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, detail)
+        module: ModuleType = (
+            kernels.get_local_kernel(folder) if local is None else kernels.get_kernel(hub.repo, version=hub.version)
+        )
     except Exception as error:  # code of others runs here, and a broken build raises whatever it likes
         return Refusal(RefusalCode.BUILD, f"{hub.title} in {folder} cannot be loaded: {describe(error)}")
+    return module
+
+
+def _cached(hub: HubKernel) -> Path | None:
+    """The newest snapshot of this version in the local Hub cache.
+
+    ``kernels`` downloads a version by its commit and leaves no trace of the version's name in the cache, so its own
+    lookup by version does not find there what it downloaded. What it did leave is each build's metadata.
+    """
+    from huggingface_hub import constants
+
+    cache = Path(os.environ.get("KERNELS_CACHE") or constants.HF_HUB_CACHE)
+    snapshots = (cache / f"kernels--{hub.repo.replace('/', '--')}" / "snapshots").glob("*")
+    found = [folder for folder in snapshots if any(m.get("version") == hub.version for m in _metadata(folder))]
+    return max(found, key=lambda folder: folder.stat().st_mtime, default=None)
+
+
+def _metadata(folder: Path) -> list[dict[str, Any]]:
+    """What the builds in ``folder`` say about themselves."""
+    files = folder.rglob("metadata.json")
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 
 
 def _from_the_hub(kernels: ModuleType, hub: HubKernel) -> ModuleType | Refusal:
     try:
-        return kernels.get_kernel(hub.repo, version=hub.version)
+        module: ModuleType = kernels.get_kernel(hub.repo, version=hub.version)
     except Exception as error:  # the Hub, the connection, the build and the kernel's own code can all fail here
         text = str(error)
         code = RefusalCode.DOWNLOAD_FAILED
@@ -102,6 +119,7 @@ def _from_the_hub(kernels: ModuleType, hub: HubKernel) -> ModuleType | Refusal:
         elif isinstance(error, ImportError) or "build variant" in text or "current device" in text:
             code = RefusalCode.BUILD
         return Refusal(code, f"{hub.title} cannot be loaded: {describe(error)}")
+    return module
 
 
 def _local_kernels() -> dict[str, str]:
@@ -115,10 +133,7 @@ def _other_repositories(folder: Path) -> list[str]:
 
     ``kernels`` has no way to load a kernel from a folder and look for those in the local cache only.
     """
-    needed = set()
-    for metadata in folder.rglob("metadata.json"):
-        entries = json.loads(metadata.read_text(encoding="utf-8")).get("kernel-depends", ())
-        needed.update(entry["repo-id"] for entry in entries)
+    needed = {entry["repo-id"] for metadata in _metadata(folder) for entry in metadata.get("kernel-depends", ())}
     return sorted(needed - _local_kernels().keys())
 
 

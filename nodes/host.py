@@ -1,0 +1,40 @@
+"""What the nodes ask of ComfyUI beyond its node API, and the one Session of this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from comfy_api.latest import io
+from comfy_execution.utils import get_executing_context
+
+from ..sage_core import BACKENDS, Dispatcher, Session
+
+ATTACHMENT = "sagescope"
+"""Key of the Dispatcher among a model's attachments, and of our wrappers."""
+
+
+def _comfyui_version() -> str:
+    import comfyui_version
+
+    return str(comfyui_version.__version__)
+
+
+SESSION = Session(BACKENDS, host=_comfyui_version())
+
+
+def executing() -> tuple[str | None, str | None]:
+    """(prompt_id, node_id) of the node that ComfyUI is executing; (None, None) outside the server."""
+    context = get_executing_context()
+    return (None, None) if context is None else (context.prompt_id, context.node_id)
+
+
+def dispatcher_of(model: Any) -> Dispatcher | None:
+    """The Dispatcher that an Apply SageAttention node upstream put on the model."""
+    return model.get_attachment(ATTACHMENT)
+
+
+def schema(**fields: Any) -> io.Schema:
+    """An io.Schema from the fields that this ComfyUI knows; an unknown one would drop every node of the pack."""
+    known = {field.name for field in dataclasses.fields(io.Schema)}
+    return io.Schema(**{name: value for name, value in fields.items() if name in known})

@@ -1,0 +1,40 @@
+"""What an exception out of a kernel says: about memory, about the kernel, or that the device is lost."""
+
+from __future__ import annotations
+
+import torch
+
+from .refusal import Refusal, RefusalCode
+
+LOST_CONTEXT = (
+    "illegal memory access",
+    "illegal instruction",
+    "misaligned address",
+    "unspecified launch failure",
+    "device-side assert",
+    "hardware exception",
+)
+"""Texts of CUDA and HIP errors after which every later call on the device fails as well, native attention included."""
+
+
+class DeviceLost(RuntimeError):
+    """A kernel broke the device context; only a restart of ComfyUI brings it back."""
+
+
+def explain(error: Exception, kernel: str) -> Refusal:
+    """The refusal that ``error``, raised by ``kernel``, stands for.
+
+    Raises DeviceLost when nothing can run on the device any more, so that the person reads the cause and not the
+    next call's error.
+    """
+    text = " ".join(str(error).split())[:300]
+    described = f"{kernel} raised {type(error).__name__}: {text}"
+    if any(sign in text.lower() for sign in LOST_CONTEXT):
+        raise DeviceLost(
+            f"{described}. The GPU context is lost and cannot be used any more: restart ComfyUI, and choose another "
+            f"kernel in Apply SageAttention if this happens again."
+        ) from error
+    # Triton and HIP wrap running out of memory in errors of their own
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
+        return Refusal(RefusalCode.OUT_OF_MEMORY, described)
+    return Refusal(RefusalCode.KERNEL_ERROR, described)

@@ -1,0 +1,136 @@
+"""select(): a spec and the kernels in order of preference -> the one to use, and a verdict on each before it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .backends.base import Backend, Kernel
+from .backends.starting_order import Preference
+from .policy import Policy
+from .refusal import Refusal, RefusalCode
+from .spec import AttentionSpec, MaskKind
+
+NATIVE = "native"
+ANY_KERNEL = "any kernel"
+"""Stands for the kernel in a reason that is none of a kernel's own limits."""
+
+
+class Use(NamedTuple):
+    """A kernel and how it is called for one spec."""
+
+    backend: Backend
+    kernel: Kernel
+    layout: str
+    expand_kv: bool
+    smooth_k: bool | None
+    """Whether key is smoothed; None for a kernel without the switch."""
+
+    def keywords(self, spec: AttentionSpec) -> dict[str, Any]:
+        """The keywords of the kernel function, attn_mask apart."""
+        keywords: dict[str, Any] = {"tensor_layout": self.layout, "sm_scale": spec.softmax_scale}
+        if self.smooth_k is not None:
+            keywords["smooth_k"] = self.smooth_k
+        return keywords
+
+
+class Verdict(NamedTuple):
+    """What was found about one kernel for one spec; no refusals means accepted."""
+
+    kernel: str
+    refusals: tuple[Refusal, ...]
+
+
+@dataclass(eq=False, frozen=True)
+class Plan:
+    """For a (site, spec): the chosen kernel and the evidence. Compared and hashed by identity: one plan, one entry."""
+
+    kernel: str
+    spec: AttentionSpec | None
+    block: str | None
+    verdicts: tuple[Verdict, ...] = ()
+    smooth_k: bool | None = None
+    serve: Callable[..., Any] | None = None
+    """(query, key, value, mask) as ComfyUI gave them -> output, or the Refusal of a kernel that raised; None: native."""
+
+    def reasons(self) -> Iterator[tuple[str, Refusal]]:
+        """(kernel, refusal) for all that kept the kernels before the chosen one from serving."""
+        for verdict in self.verdicts:
+            for refusal in verdict.refusals:
+                yield verdict.kernel, refusal
+
+
+Load = Callable[[Backend], "Kernel | tuple[Refusal, ...]"]
+Trial = Callable[[Use], "Refusal | None"]
+
+
+def select(
+    spec: AttentionSpec,
+    candidates: Iterable[tuple[Backend, Preference | None]],
+    policy: Policy,
+    load: Load,
+    trial: Trial,
+) -> tuple[Use | None, tuple[Verdict, ...]]:
+    """The first candidate that nothing speaks against, and the verdict on every candidate looked at.
+
+    ``load`` is asked only for a backend whose declared limits accept the spec, ``trial`` only for one that loads, so
+    that nothing is imported or run for a kernel that could not serve the call anyway.
+    """
+    verdicts: list[Verdict] = []
+    for backend, preference in candidates:
+        judged = _judge(spec, backend, preference, policy, load, trial)
+        if isinstance(judged, Use):
+            return judged, (*verdicts, Verdict(backend.name, ()))
+        verdicts.append(Verdict(backend.name, judged))
+    return None, tuple(verdicts)
+
+
+def _judge(
+    spec: AttentionSpec,
+    backend: Backend,
+    preference: Preference | None,
+    policy: Policy,
+    load: Load,
+    trial: Trial,
+) -> Use | tuple[Refusal, ...]:
+    support = backend.support
+    refusals = [*(preference.refusals(spec) if preference else ()), *support.refusals(spec, backend.name)]
+    explicit_smoothing = policy.smooth_k != "auto" and not backend.exact
+    if explicit_smoothing and not support.smooth_k:
+        detail = f"smooth_k is '{policy.smooth_k}'; {backend.name} has no such switch"
+        refusals.append(Refusal(RefusalCode.SMOOTH_K, detail))
+    if (too_large := _too_large(spec, backend)) is not None:
+        refusals.append(too_large)
+    if refusals:
+        return tuple(refusals)
+    kernel = load(backend)
+    if not isinstance(kernel, Kernel):
+        return kernel
+    if spec.mask_kind is not MaskKind.NONE and "attn_mask" not in kernel.options:
+        refusals.append(Refusal(RefusalCode.ATTN_MASK, f"the installed {backend.name} declares no attn_mask"))
+    if explicit_smoothing and "smooth_k" not in kernel.options:
+        refusals.append(Refusal(RefusalCode.SMOOTH_K, f"the installed {backend.name} declares no smooth_k"))
+    if refusals:
+        return tuple(refusals)
+    use = Use(
+        backend=backend,
+        kernel=kernel,
+        layout=support.tensor_layouts[0],
+        expand_kv=spec.enable_gqa and "enable_gqa" not in kernel.options,
+        # until a site is measured, "auto" leaves smoothing off: that loses a little where keys share an offset, while
+        # smoothing breaks models with one huge channel
+        smooth_k=policy.smooth_k == "on" if "smooth_k" in kernel.options else None,
+    )
+    failed = trial(use)
+    return use if failed is None else (failed,)
+
+
+def _too_large(spec: AttentionSpec, backend: Backend) -> Refusal | None:
+    """Why even contiguous copies of the tensors are beyond the kernel's element offsets."""
+    limit = backend.support.max_offset
+    elements = spec.batch_size * spec.num_qo_heads * max(spec.qo_len, spec.kv_len) * spec.head_dim
+    if limit is None or elements - 1 <= limit:
+        return None
+    detail = f"a tensor of this call has {elements} elements; {backend.name} reaches {limit + 1}"
+    return Refusal(RefusalCode.OFFSET, detail)

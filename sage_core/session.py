@@ -1,0 +1,102 @@
+"""Session: what outlives a model in one process: the environment, loaded kernels, trials, and kernels that failed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .backends.base import Backend, Kernel
+from .environment import Environment, package_build
+from .refusal import Refusal, RefusalCode
+from .selection import Use
+from .spec import AttentionSpec
+from .trial import trial_spec, try_kernel
+
+logger = logging.getLogger("sagescope")
+
+
+class Session:
+    """One per process, handed to every Dispatcher. Holds no tensor and no model."""
+
+    def __init__(self, backends: Sequence[Backend], environment: Environment | None = None, host: str = "") -> None:
+        self.backends = tuple(backends)
+        self.host = host
+        self.generation = 0
+        """Raised when a kernel is retired: plans made before may name it."""
+        self._given_environment = environment
+        self._loaded: dict[tuple[str, str, bool], Kernel | tuple[Refusal, ...]] = {}
+        self._trials: dict[tuple[Any, ...], Refusal | None] = {}
+        self._retired: dict[tuple[str, str], Refusal] = {}
+        self._lock = threading.RLock()
+
+    @cached_property
+    def environment(self) -> Environment:
+        """Asked when first needed: importing the pack must not initialise a GPU."""
+        return self._given_environment or Environment.detect()
+
+    def backend(self, name: str) -> Backend:
+        return next(backend for backend in self.backends if backend.name == name)
+
+    def load(self, backend: Backend, device: torch.device, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
+        """The kernel's function, bound once per arch; the refusals when it is not to be had or was retired."""
+        with self._lock:
+            retired = self._retired.get((backend.name, str(device)))
+            if retired is not None:
+                return (retired,)
+            arch = self.environment.arch_of(device)
+            key = (backend.name, arch, allow_download)
+            if key not in self._loaded:
+                self._loaded[key] = backend.load(self.environment, arch, allow_download)
+            return self._loaded[key]
+
+    def trial(self, use: Use, spec: AttentionSpec, device: torch.device) -> Refusal | None:
+        """Why the kernel may not serve calls like ``spec``, tried once per device and set of features.
+
+        A kernel that raises is retired, unless it only ran out of memory: then it is tried again next time.
+        """
+        key = (use.backend.name, str(device), use.layout, use.expand_kv, use.smooth_k, trial_spec(spec))
+        with self._lock:
+            if key in self._trials:
+                return self._trials[key]
+            refusal = try_kernel(use, spec, device)
+            if refusal is None or refusal.code is RefusalCode.TRIAL:
+                self._trials[key] = refusal
+            if refusal is not None:
+                logger.warning("SageScope: %s. Other attention serves these calls.", refusal.detail)
+            if refusal is not None and refusal.code is RefusalCode.KERNEL_ERROR:
+                self.retire(use.backend.name, device, refusal)
+            return refusal
+
+    def retire(self, name: str, device: torch.device, refusal: Refusal) -> None:
+        """Take a kernel out on one device until ComfyUI restarts."""
+        with self._lock:
+            self._retired.setdefault((name, str(device)), refusal)
+            self.generation += 1
+
+    def snapshot(self) -> dict[str, Any]:
+        """The machine and its kernel packages in plain JSON types."""
+        environment = self.environment
+        packages = dict.fromkeys(backend.package for backend in self.backends if backend.package)
+        return {
+            "comfyui": self.host,
+            "python": environment.python,
+            "platform": environment.platform,
+            "torch": environment.torch,
+            "cuda": environment.cuda,
+            "hip": environment.hip,
+            "driver": environment.driver,
+            "devices": [device._asdict() for device in environment.devices],
+            "packages": [
+                {"name": name, "version": environment.package_version(name), "build": package_build(name)}
+                for name in packages
+            ],
+            "retired": [
+                {"kernel": name, "device": device, "detail": refusal.detail}
+                for (name, device), refusal in self._retired.items()
+            ],
+        }

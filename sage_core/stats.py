@@ -1,0 +1,193 @@
+"""Stats: what one patched model did, run by run, as bounded counters and plain JSON."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from .refusal import Refusal
+
+if TYPE_CHECKING:
+    from .selection import Plan
+
+SCHEMA = 1
+"""Version of the report's JSON; raised when a field changes its meaning or goes."""
+
+MAX_RUNS = 16
+MAX_EVENTS = 100
+MAX_COUNTERS = 20_000
+"""(site, plan) pairs kept apart per run; a model with more goes on being counted without its sites."""
+
+
+class Run:
+    """One sampling: counters of calls by (site, plan), and what happened on the way."""
+
+    def __init__(self, number: int, prompt_id: str | None, node_id: str | None, model: str = "") -> None:
+        self.number = number
+        self.prompt_id = prompt_id
+        self.node_id = node_id
+        self.model = model
+        self.started = time.time()
+        self.seconds: float | None = None
+        self.status = "running"
+        self.step = 0
+        self.total_steps: int | None = None
+        self.forwards = 0
+        self.exact_from_now_on: Refusal | None = None
+        """Set after running out of memory: the rest of the run is native for this reason."""
+        self.replaced_by: str | None = None
+        """The override that stands where ours was put, when another node downstream took the place."""
+        self.window: tuple[float, float] | None = None
+        """The sigmas of start_percent and end_percent, high to low; None when every step is inside."""
+        self._calls: Counter[tuple[int, Plan]] = Counter()
+        self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._lock = threading.Lock()
+
+    def record(self, plans: Iterable[Plan]) -> None:
+        """Count one forward: ``plans`` are the plans that served its calls, in order."""
+        with self._lock:
+            self.forwards += 1
+            self._count(zip(count(), plans))
+
+    def record_outside(self, plans: Iterable[Plan]) -> None:
+        """Count calls that came outside any forward, and so have no site."""
+        with self._lock:
+            self._count((-1, plan) for plan in plans)
+
+    def _count(self, calls: Iterable[tuple[int, Plan]]) -> None:
+        if len(self._calls) > MAX_COUNTERS:
+            calls = ((-1, plan) for _, plan in calls)
+        self._calls.update(calls)
+
+    def note(self, text: str) -> None:
+        """Remember an event of this run, with the step it happened at."""
+        self._events.append({"step": self.step, "text": text})
+
+    def close(self, status: str) -> None:
+        self.status = status
+        self.seconds = time.time() - self.started
+
+    def summary(self) -> str:
+        """One line for the log: who served the calls of this run."""
+        run = self.snapshot()
+        served = ", ".join(f"{entry['kernel']} {entry['calls']}" for entry in run["calls_by_kernel"])
+        return f"{run['calls']} attention calls in {run['forwards']} forwards: {served or 'none was offered'}"
+
+    def snapshot(self) -> dict[str, Any]:
+        """The run in plain JSON types; consistent while other threads go on counting."""
+        with self._lock:
+            calls = dict(self._calls)
+            forwards = self.forwards
+        total = sum(calls.values())
+        by_plan: Counter[Plan] = Counter()
+        for (_, plan), number in calls.items():
+            by_plan[plan] += number
+        return {
+            "id": self.number,
+            "prompt_id": self.prompt_id,
+            "node_id": self.node_id,
+            "model": self.model,
+            "started": round(self.started, 3),
+            "seconds": None if self.seconds is None else round(self.seconds, 3),
+            "status": self.status,
+            "steps": self.step,
+            "total_steps": self.total_steps,
+            "forwards": forwards,
+            "calls": total,
+            "calls_by_kernel": _calls_by_kernel(by_plan, total),
+            "refusals": _refusals(by_plan),
+            "shapes": _shapes(by_plan),
+            "sites": _sites(calls),
+            "events": list(self._events),
+            "override_replaced_by": self.replaced_by,
+        }
+
+
+def _calls_by_kernel(by_plan: Counter[Plan], total: int) -> list[dict[str, Any]]:
+    by_kernel: Counter[str] = Counter()
+    for plan, number in by_plan.items():
+        by_kernel[plan.kernel] += number
+    return [
+        {"kernel": kernel, "calls": number, "share": round(number / total, 6)}
+        for kernel, number in by_kernel.most_common()
+    ]
+
+
+def _refusals(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
+    """Each reason once, with the calls that it kept from a kernel, most frequent first."""
+    by_reason: Counter[tuple[str, Refusal]] = Counter()
+    for plan, number in by_plan.items():
+        for reason in plan.reasons():
+            by_reason[reason] += number
+    return [
+        {
+            "kernel": kernel,
+            "code": refusal.code.value,
+            "detail": refusal.detail,
+            "advice": refusal.advice,
+            "calls": number,
+        }
+        for (kernel, refusal), number in by_reason.most_common()
+    ]
+
+
+def _shapes(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
+    by_spec: Counter[tuple[Any, str]] = Counter()
+    for plan, number in by_plan.items():
+        # offsets tell sites apart that share a shape
+        spec = plan.spec and plan.spec._replace(max_offset=0)
+        by_spec[spec, plan.kernel] += number
+    return [
+        {"spec": None if spec is None else spec_to_json(spec), "kernel": kernel, "calls": number}
+        for (spec, kernel), number in by_spec.most_common()
+    ]
+
+
+def _sites(calls: dict[tuple[int, Plan], int]) -> list[dict[str, Any]]:
+    """One row per site and plan, in the order in which a forward makes the calls; calls without a site come last."""
+    rows = sorted(calls.items(), key=lambda item: (item[0][0] < 0, item[0][0], -item[1]))
+    return [
+        {
+            "site": site if site >= 0 else None,
+            "block": plan.block,
+            "kernel": plan.kernel,
+            "smooth_k": plan.smooth_k,
+            "spec": None if plan.spec is None else plan.spec.describe(),
+            "calls": number,
+            "reasons": [refusal.code.value for _, refusal in plan.reasons()],
+        }
+        for (site, plan), number in rows
+    ]
+
+
+def spec_to_json(spec: Any) -> dict[str, Any]:
+    """An AttentionSpec as JSON, with the text that people read beside the numbers."""
+    fields = spec._asdict()
+    del fields["max_offset"]
+    fields["mask_kind"] = spec.mask_kind.value
+    return {"text": spec.describe(), **fields}
+
+
+class Stats:
+    """The last runs of one patched model; runs are kept apart by prompt and sampler node."""
+
+    def __init__(self) -> None:
+        self._runs: deque[Run] = deque(maxlen=MAX_RUNS)
+        self._numbers = count(1)
+        self._lock = threading.Lock()
+
+    def open(self, prompt_id: str | None, node_id: str | None, model: str = "") -> Run:
+        with self._lock:
+            run = Run(next(self._numbers), prompt_id, node_id, model)
+            self._runs.append(run)
+        return run
+
+    def snapshot(self) -> list[dict[str, Any]]:
+        """The runs in plain JSON types, oldest first."""
+        with self._lock:
+            runs = list(self._runs)
+        return [run.snapshot() for run in runs]
