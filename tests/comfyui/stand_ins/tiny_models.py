@@ -94,16 +94,10 @@ def flux() -> TinyModel:
     """Joint attention over text and image, 2 heads of 128, a double and a single block, calls with skip_reshape."""
     sizes = {"in_channels": 16, "out_channels": 16, "vec_in_dim": 64, "context_in_dim": 128, "hidden_size": 256}
     blocks = {"mlp_ratio": 4.0, "num_heads": 2, "depth": 1, "depth_single_blocks": 1, "axes_dim": [16, 56, 56]}
-    rest: dict[str, Any] = {
-        "theta": 10000,
-        "patch_size": 2,
-        "qkv_bias": True,
-        "guidance_embed": False,
-        "image_model": "flux",
-    }
-    if "txt_ids_dims" in inspect.signature(comfy.ldm.flux.model.FluxParams).parameters:  # from 0.30 on, and required
-        ids["txt_ids_dims"] = []
-    return _built("Flux", sizes | blocks | rest | ids, latent=(1, 16, 16, 16), text=(8, 128))
+    rest = {"image_model": "flux", "theta": 10000, "patch_size": 2, "qkv_bias": True, "guidance_embed": False}
+    parameters = inspect.signature(comfy.ldm.flux.model.FluxParams).parameters
+    newer: dict[str, Any] = {"txt_ids_dims": []} if "txt_ids_dims" in parameters else {}
+    return _built("Flux", sizes | blocks | rest | newer, latent=(1, 16, 16, 16), text=(8, 128))
 
 
 def sdxl() -> TinyModel:
