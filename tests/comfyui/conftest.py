@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from comfyui_server import Server
 from hosts import Host, all_hosts
 
 
@@ -14,3 +15,10 @@ def host(request: pytest.FixtureRequest) -> Iterator[Host]:
         pytest.skip(request.param.missing)
     yield request.param
     request.param.close()
+
+
+@pytest.fixture(scope="session")
+def server(host: Host) -> Iterator[Server]:
+    """A running ComfyUI server of each host, with the pack and the stand-ins in custom_nodes."""
+    with Server(host.root) as running:
+        yield running
