@@ -45,7 +45,7 @@ class ApplySageAttention(io.ComfyNode):
                     options=list(KERNEL_CHOICES),
                     default=AUTO,
                     tooltip=(
-                        "auto picks by GPU and shape. 'native (observe only)' changes nothing and only records. A kernel "
+                        "auto picks by GPU and shape. 'native (observe only)' changes nothing, only records. A kernel "
                         "chosen by name serves what it can; other calls stay native and the report says why."
                     ),
                 ),

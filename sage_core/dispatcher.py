@@ -81,7 +81,7 @@ class Dispatcher:
     def attend(self, func: Native, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The attention override: ComfyUI's arguments in, attention out."""
         if is_compiling():
-            return self._attend_eagerly(func, *args, **kwargs)
+            return self._attend_eagerly(func, *args, **kwargs)  # type: ignore[no-any-return]
         try:
             forward: Forward = self._threads.forward
         except AttributeError:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +20,8 @@ UNKNOWN_ARCH = "unknown"
 COMPILED_SUFFIXES = (".so", ".pyd", ".dll", ".hsaco", ".cubin", ".co")
 
 
-class Device(NamedTuple):
+@dataclass(frozen=True)
+class Device:
     """One accelerator: ``arch`` is the exact name ("sm90", "gfx1201"), ``total_memory`` is in bytes."""
 
     index: int
@@ -34,7 +35,7 @@ class Environment:
     """What this machine is, as plain values, so that a test can write any other machine."""
 
     devices: tuple[Device, ...] = ()
-    torch: str = ""
+    torch_version: str = ""
     cuda: str | None = None
     hip: str | None = None
     driver: str | None = None
@@ -53,7 +54,7 @@ class Environment:
             devices = tuple(_device(torch, index) for index in range(torch.cuda.device_count()))
         return cls(
             devices=devices,
-            torch=str(torch.__version__),
+            torch_version=str(torch.__version__),
             cuda=torch.version.cuda,
             hip=torch.version.hip,
             driver=_nvidia_driver() if torch.version.cuda and devices else None,

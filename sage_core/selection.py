@@ -52,7 +52,7 @@ class Plan:
     verdicts: tuple[Verdict, ...] = ()
     smooth_k: bool | None = None
     serve: Callable[..., Any] | None = None
-    """(query, key, value, mask) as ComfyUI gave them -> output, or the Refusal of a kernel that raised; None: native."""
+    """ComfyUI's (query, key, value, mask) -> output, or the Refusal of a kernel that raised; None for native."""
 
     def reasons(self) -> Iterator[tuple[str, Refusal]]:
         """(kernel, refusal) for all that kept the kernels before the chosen one from serving."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
@@ -86,11 +87,11 @@ class Session:
             "comfyui": self.host,
             "python": environment.python,
             "platform": environment.platform,
-            "torch": environment.torch,
+            "torch": environment.torch_version,
             "cuda": environment.cuda,
             "hip": environment.hip,
             "driver": environment.driver,
-            "devices": [device._asdict() for device in environment.devices],
+            "devices": [asdict(device) for device in environment.devices],
             "packages": [
                 {"name": name, "version": environment.package_version(name), "build": package_build(name)}
                 for name in packages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from .refusal import Refusal, RefusalCode
@@ -64,7 +64,7 @@ class Support:
         return tuple(found)
 
 
-def _any_of(values) -> str:
+def _any_of(values: Iterable[object]) -> str:
     """The values as people list them: "a", "a or b", "a, b or c"."""
     texts = [str(value) for value in values]
     return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

@@ -27,8 +27,8 @@ def import_package(name: str, install: str) -> ModuleType | Refusal:
 
 
 def describe(error: Exception) -> str:
-    """The type of ``error`` and the first lines of its text, short enough for a report."""
-    return f"{type(error).__name__}: {error}"[:300]
+    """The type of ``error`` and the start of its text on one line, short enough for a report."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def find_function(places: Iterable[Any], names: Sequence[str]) -> Callable[..., Any] | None:

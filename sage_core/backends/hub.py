@@ -14,6 +14,7 @@ import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,8 @@ from .binding import declared, describe, find_function, import_package, refuse_p
 INSTALL = "pip install -U kernels"
 KEYWORDS = {"tensor_layout": ("tensor_layout", "layout"), "sm_scale": ("sm_scale", "softmax_scale", "scale")}
 """What these keywords of ours may be called by a function that was found."""
+NOT_CAUSAL = ("is_causal", "causal")
+"""Passed as False by the names that are declared: what a function does by default is not known before it is found."""
 LAYOUTS = {"layout": {"NHD": "bshd", "HND": "bhsd"}}
 """How a parameter of that name wants a layout written, as aiter's attention functions do."""
 
@@ -60,7 +63,7 @@ def _load(hub: HubKernel) -> Callable[[Environment, str, bool], Kernel | tuple[R
         if isinstance(kernels, Refusal):
             return (kernels,)
         module = _from_this_disk(kernels, hub)
-        if allow_download and isinstance(module, Refusal) and hub.repo not in _local_kernels():
+        if allow_download and isinstance(module, Refusal) and _local_folder(hub) is None:
             module = _from_the_hub(kernels, hub)
         if isinstance(module, Refusal):
             return (module,)
@@ -71,24 +74,38 @@ def _load(hub: HubKernel) -> Callable[[Environment, str, bool], Kernel | tuple[R
 
 
 def _from_this_disk(kernels: ModuleType, hub: HubKernel) -> ModuleType | Refusal:
-    """The module of ``hub`` from LOCAL_KERNELS or the local Hub cache, without any connection."""
-    local = _local_kernels().get(hub.repo)
-    folder = _cached(hub) if local is None else Path(local)
-    if folder is None:
-        return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, f"{hub.title} is not in the local Hub cache")
+    """The module of ``hub`` from LOCAL_KERNELS or the local Hub cache, without any connection.
+
+    The folder is found here and then handed to ``kernels``: its own lookup by version asks the Hub in some releases
+    even for what LOCAL_KERNELS names.
+    """
+    folder = None
     try:
+        folder = _local_folder(hub) or _cached_folder(hub)
+        if folder is None:
+            return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, f"{hub.title} is not in the local Hub cache")
         if elsewhere := _other_repositories(folder):
             detail = f"{hub.title} builds on {', '.join(elsewhere)}, which would be looked up online; set LOCAL_KERNELS"
             return Refusal(RefusalCode.DOWNLOAD_NOT_ALLOWED, detail)
-        module: ModuleType = (
-            kernels.get_local_kernel(folder) if local is None else kernels.get_kernel(hub.repo, version=hub.version)
-        )
+        module: ModuleType = kernels.get_local_kernel(folder)
     except Exception as error:  # code of others runs here, and a broken build raises whatever it likes
-        return Refusal(RefusalCode.BUILD, f"{hub.title} in {folder} cannot be loaded: {describe(error)}")
+        version = getattr(kernels, "__version__", "of unknown version")
+        detail = f"kernels {version} cannot load {hub.title} from {folder}: {describe(error)}"
+        return Refusal(RefusalCode.BUILD, detail)
     return module
 
 
-def _cached(hub: HubKernel) -> Path | None:
+def _local_folder(hub: HubKernel) -> Path | None:
+    """What LOCAL_KERNELS ("repository=folder:repository=folder") names for the repository of ``hub``."""
+    return _local_kernels().get(hub.repo)
+
+
+def _local_kernels() -> dict[str, Path]:
+    entries = (entry.partition("=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
+    return {repo: Path(folder) for repo, _, folder in entries if folder}
+
+
+def _cached_folder(hub: HubKernel) -> Path | None:
     """The newest snapshot of this version in the local Hub cache.
 
     ``kernels`` downloads a version by its commit and leaves no trace of the version's name in the cache, so its own
@@ -122,12 +139,6 @@ def _from_the_hub(kernels: ModuleType, hub: HubKernel) -> ModuleType | Refusal:
     return module
 
 
-def _local_kernels() -> dict[str, str]:
-    """The LOCAL_KERNELS setting of ``kernels``: "repository=path:repository=path"."""
-    entries = (entry.partition("=") for entry in os.environ.get("LOCAL_KERNELS", "").split(":"))
-    return {repo: path for repo, _, path in entries if path}
-
-
 def _other_repositories(folder: Path) -> list[str]:
     """The repositories that a kernel in ``folder`` needs and LOCAL_KERNELS does not name.
 
@@ -153,14 +164,15 @@ def _bind(hub: HubKernel, module: ModuleType, arch: str) -> Kernel | Refusal:
         function = getattr(module, alike[0])
     title = f"{getattr(function, '__name__', 'the function')} of {hub.title}"
     parameters = declared(function)
+    fixed = {name: False for name in NOT_CAUSAL if name in parameters}
     spelled = {
         ours: next((name for name in spellings if name in parameters), ours) for ours, spellings in KEYWORDS.items()
     }
     passed = [spelled[ours] for ours in KEYWORDS if ours in hub.required or spelled[ours] in parameters]
-    if (refusal := refuse_parameters(function, title, passed)) is not None:
+    if (refusal := refuse_parameters(function, title, (*passed, *fixed))) is not None:
         return refusal
     options = {"smooth_k"} & parameters.keys() | ({"enable_gqa"} if hub.enable_gqa else set())
-    return Kernel(_call(function, passed, spelled, hub.changes_key), frozenset(options))
+    return Kernel(_call(partial(function, **fixed), passed, spelled, hub.changes_key), frozenset(options))
 
 
 def _offered(module: ModuleType) -> list[str]:
