@@ -27,8 +27,8 @@ def explain(error: Exception, kernel: str) -> Refusal:
     Raises DeviceLost when nothing can run on the device any more, so that the person reads the cause and not the
     next call's error.
     """
-    text = " ".join(str(error).split())[:300]
-    described = f"{kernel} raised {type(error).__name__}: {text}"
+    text = " ".join(str(error).split())
+    described = f"{kernel} raised {type(error).__name__}: {text[:300]}"
     if any(sign in text.lower() for sign in LOST_CONTEXT):
         raise DeviceLost(
             f"{described}. The GPU context is lost and cannot be used any more: restart ComfyUI, and choose another "

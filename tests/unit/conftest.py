@@ -1,0 +1,312 @@
+"""What the unit tests stand on: specs, calls, kernels and machines made up for them, and a stand-in for ComfyUI.
+
+Tests import from here by name: ``from tests.unit.conftest import make_call``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from sage_core.backends.base import Backend, Kernel, Tolerance
+from sage_core.call import AttentionCall
+from sage_core.dispatcher import Dispatcher
+from sage_core.environment import Device, Environment
+from sage_core.policy import Policy
+from sage_core.refusal import Refusal
+from sage_core.session import Session
+from sage_core.spec import AttentionSpec
+from sage_core.support import EVERY_MASK, Support
+
+CPU = torch.device("cpu")
+KERNEL = "fake kernel"
+
+
+# -- calls
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def make_spec(**fields: Any) -> AttentionSpec:
+    """A spec of a call that nothing is special about."""
+    defaults: dict[str, Any] = {
+        "arch": "cpu",
+        "dtype": "float32",
+        "batch_size": 1,
+        "num_qo_heads": 2,
+        "num_kv_heads": 2,
+        "qo_len": 128,
+        "kv_len": 128,
+        "head_dim": 64,
+    }
+    return AttentionSpec(**{**defaults, **fields})
+
+
+def comfy_arguments(
+    *,
+    batch: int = 1,
+    heads: int = 2,
+    kv_heads: int | None = None,
+    qo_len: int = 24,
+    kv_len: int | None = None,
+    head_dim: int = 16,
+    skip_reshape: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    **keywords: Any,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """(args, kwargs) as ComfyUI hands them to an attention function: q, k, v and heads positional."""
+    kv_heads, kv_len = kv_heads or heads, kv_len or qo_len
+
+    def draw(count: int, length: int, number: int) -> Tensor:
+        if skip_reshape:
+            return normal(batch, count, length, head_dim, dtype=dtype, seed=seed + number)
+        return normal(batch, length, count * head_dim, dtype=dtype, seed=seed + number)
+
+    tensors = draw(heads, qo_len, 0), draw(kv_heads, kv_len, 1), draw(kv_heads, kv_len, 2)
+    if skip_reshape:
+        keywords["skip_reshape"] = True
+    if kv_heads != heads:
+        keywords.setdefault("enable_gqa", True)
+    return (*tensors, heads), keywords
+
+
+def make_call(**options: Any) -> AttentionCall:
+    args, kwargs = comfy_arguments(**options)
+    return AttentionCall.from_comfy(*args, **kwargs)
+
+
+# -- kernels
+
+
+def attention(query: Tensor, key: Tensor, value: Tensor, tensor_layout: str, sm_scale: float, mask=None) -> Tensor:
+    """Exact attention in either layout, grouped heads included; the output is contiguous in that layout."""
+    if tensor_layout == "NHD":
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=sm_scale, enable_gqa=True)
+    return output.transpose(1, 2).contiguous() if tensor_layout == "NHD" else output.contiguous()
+
+
+class FakeKernel:
+    """An exact kernel that notes how it was called, and does to each call what the test asks for.
+
+    ``spoil`` is given the keywords of the call and its query, key, value and output, and what it returns is the output.
+    """
+
+    def __init__(self, spoil: Callable[..., Any] | None = None) -> None:
+        self.spoil = spoil
+        self.calls: list[dict[str, Any]] = []
+        """Per call: the keywords apart from tensors, the three shapes and the three addresses."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, **keywords: Any) -> Any:
+        tensors = (query, key, value)
+        noted = {name: keyword for name, keyword in keywords.items() if name != "attn_mask"}
+        noted |= {"shapes": [tuple(t.shape) for t in tensors], "addresses": [t.data_ptr() for t in tensors]}
+        self.calls.append(noted)
+        layout, scale, mask = keywords["tensor_layout"], keywords["sm_scale"], keywords.get("attn_mask")
+        if self.spoil is not None:
+            return self.spoil(query, key, value, layout, scale, mask)
+        return attention(query, key, value, layout, scale, mask)
+
+
+def fake_backend(
+    function: Callable[..., Any] | None = None,
+    *,
+    name: str = KERNEL,
+    options: Sequence[str] = ("attn_mask", "enable_gqa"),
+    load: Callable[..., Kernel | tuple[Refusal, ...]] | None = None,
+    package: str = "",
+    exact: bool = False,
+    tolerance: Tolerance = Tolerance(0.02, 0.999),
+    **support: Any,
+) -> Backend:
+    """A backend that takes everything unless ``support`` says otherwise."""
+    limits = {"archs": None, "dtypes": ("float32", "float16", "bfloat16"), "mask_kinds": EVERY_MASK}
+    kernel = Kernel(function or FakeKernel(), frozenset(options))
+    return Backend(
+        name=name,
+        support=Support(**{**limits, **support}),
+        tolerance=tolerance,
+        load=load or (lambda environment, arch, allow_download: kernel),
+        package=package,
+        exact=exact,
+    )
+
+
+def fake_environment(arch: str | None = None, **fields: Any) -> Environment:
+    """A machine with one GPU of ``arch``, or without any, whatever this one is."""
+    devices = (Device(0, arch, f"Fake {arch}", 2**34),) if arch else ()
+    return Environment(**{"devices": devices, "torch": "2.9.0", "packages": {}, **fields})
+
+
+def make_session(*backends: Backend, **fields: Any) -> Session:
+    return Session(backends or (fake_backend(),), fake_environment(**fields), host="0.0.0")
+
+
+def make_dispatcher(
+    *backends: Backend, session: Session | None = None, previous: Any = None, host_context: Any = None, **policy: Any
+) -> Dispatcher:
+    """A dispatcher that is told to use the first backend, unless ``kernel`` names another choice."""
+    session = session or make_session(*backends)
+    policy.setdefault("kernel", session.backends[0].name)
+    return Dispatcher(Policy(**policy), session, previous, host_context or (lambda: (None, None)))
+
+
+# -- ComfyUI
+
+
+class Native:
+    """ComfyUI's own attention function: exact, with a number in its bits that tells it from any kernel's."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        heads: int,
+        mask: Tensor | None = None,
+        attn_precision: Any = None,
+        skip_reshape: bool = False,
+        skip_output_reshape: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        self.calls += 1
+        if not skip_reshape:
+            head_dim = q.shape[-1] // heads
+            q, k, v = (t.view(t.shape[0], t.shape[1], -1, head_dim).transpose(1, 2) for t in (q, k, v))
+        if mask is not None and mask.ndim == 3:
+            mask = mask.unsqueeze(1)
+        gqa = bool(kwargs.get("enable_gqa"))
+        output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scale"), enable_gqa=gqa)
+        output = output * (1 + 2**-20)
+        return output if skip_output_reshape else output.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1)
+
+
+class InterruptProcessingException(Exception):
+    """Named as the exception by which ComfyUI stops a run."""
+
+
+class FlowSchedule:
+    """model_sampling of a flow model: sigma runs from 1 to 0."""
+
+    def percent_to_sigma(self, percent: float) -> float:
+        return 1.0 if percent <= 0.0 else 0.0 if percent >= 1.0 else 1.0 - percent
+
+
+class Executor:
+    """comfy.patcher_extension.WrapperExecutor around one function."""
+
+    def __init__(self, original: Callable[..., Any], class_obj: Any = None) -> None:
+        self.original = original
+        self.class_obj = class_obj
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.original(*args, **kwargs)
+
+
+Model = Callable[[Callable[..., Tensor], dict[str, Any]], Any]
+"""model(attention, transformer_options): one forward; ``attention`` is called as models call optimized_attention."""
+
+
+class FakeComfy:
+    """The parts of ComfyUI that stand around attention: sampler, wrapped model call and decorated attention function.
+
+    ``model`` is one forward. It doubles as the guider and the model patcher, of which the wrappers ask a thing or two.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, model: Model | None = None) -> None:
+        self.dispatcher = dispatcher
+        self.forward_once = model or plain_model()
+        self.native = Native()
+        self.options: dict[str, Any] = {"optimized_attention_override": dispatcher.attend}
+        self.model_patcher = self
+        self.model = self
+
+    def get_model_object(self, name: str) -> FlowSchedule:
+        assert name == "model_sampling"
+        return FlowSchedule()
+
+    def attention(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What comfy.ldm.modules.attention.wrap_attn makes of the attention function."""
+        if "_inside_attn_wrapper" not in kwargs:
+            kwargs["_inside_attn_wrapper"] = True
+            override = (kwargs.get("transformer_options") or {}).get("optimized_attention_override")
+            if override is not None:
+                return override(self.native, *args, **kwargs)
+        return self.native(*args, **kwargs)
+
+    def forward(self, sigma: float = 1.0, batch: int = 1, **options: Any) -> Any:
+        """BaseModel.apply_model behind the wrapper; its transformer_options are a fresh dict each time."""
+
+        def apply_model(x, t, c_concat, c_crossattn, control, transformer_options):
+            return self.forward_once(self.attention, transformer_options)
+
+        options = {**self.options, **options}
+        sigmas = torch.full((batch,), sigma)
+        return self.dispatcher.apply_model(Executor(apply_model, self), None, sigmas, None, None, None, options)
+
+    def sample(self, sigmas: Sequence[float] = (1.0, 0.0), callback: Any = None) -> list[Any]:
+        """One run with one forward for each sigma but the last; the outputs of the forwards."""
+
+        def sampler(noise, latent, sampler, sigmas, denoise_mask, callback, disable_pbar, seed, latent_shapes=None):
+            outputs = []
+            for step, sigma in enumerate(sigmas[:-1].tolist()):
+                outputs.append(self.forward(sigma))
+                if callback is not None:
+                    callback(step, None, None, len(sigmas) - 1)
+            return outputs
+
+        executor = Executor(sampler, self)
+        return self.dispatcher.outer_sample(
+            executor, None, None, None, torch.tensor(sigmas), None, callback, False, 7, latent_shapes=None
+        )
+
+    def runs(self) -> list[dict[str, Any]]:
+        return self.dispatcher.snapshot()["runs"]
+
+    def run(self) -> dict[str, Any]:
+        """The last run."""
+        return self.runs()[-1]
+
+
+def plain_model(calls: int = 2, **options: Any) -> Model:
+    """A forward of ``calls`` equal attention calls, one per block of one kind."""
+    args, kwargs = comfy_arguments(**options)
+
+    def forward(attention: Callable[..., Tensor], transformer_options: dict[str, Any]) -> list[Tensor]:
+        outputs = []
+        for index in range(calls):
+            transformer_options = {**transformer_options, "block_type": "double", "block_index": index}
+            outputs.append(attention(*args, **kwargs, transformer_options=transformer_options))
+        return outputs
+
+    return forward
+
+
+def served(run: dict[str, Any]) -> dict[str, int]:
+    """Calls by kernel of a run."""
+    return {entry["kernel"]: entry["calls"] for entry in run["calls_by_kernel"]}
+
+
+def codes(refusals: Sequence[Refusal]) -> list[str]:
+    return [refusal.code.value for refusal in refusals]
+
+
+@functools.cache
+def virtual_memory(elements: int) -> Tensor:
+    """One-byte elements that are reserved and never touched."""
+    try:
+        return torch.empty(elements, dtype=torch.float8_e4m3fn)
+    except RuntimeError:
+        pytest.skip(f"no {elements} bytes of address space")

@@ -1,0 +1,53 @@
+"""What an exception out of a kernel is taken for: the kernel's fault, too little memory, or a lost device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from sage_core.failure import LOST_CONTEXT, DeviceLost, explain
+from sage_core.refusal import RefusalCode
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        RuntimeError("HIP out of memory"),
+        RuntimeError("Triton Error [CUDA]: Out of Memory"),
+    ],
+)
+def test_running_out_of_memory_is_not_held_against_the_kernel(error):
+    assert explain(error, "k").code is RefusalCode.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), AssertionError(), RuntimeError("no kernel image"), KeyError(3)])
+def test_any_other_error_is_the_kernels_and_is_quoted(error):
+    refusal = explain(error, "k")
+    assert refusal.code is RefusalCode.KERNEL_ERROR
+    assert refusal.detail.startswith(f"k raised {type(error).__name__}: ")
+    assert str(error) in refusal.detail
+
+
+def test_a_long_error_is_quoted_on_one_line_of_bounded_length():
+    detail = explain(RuntimeError("line\n\tnext " * 500), "k").detail
+    assert "line next line" in detail
+    assert "\n" not in detail
+    assert len(detail) < 350
+
+
+@pytest.mark.parametrize("sign", LOST_CONTEXT)
+def test_a_lost_device_is_said_at_once_with_its_cause(sign):
+    cause = RuntimeError(f"CUDA error: an {sign.title()} was encountered")
+    with pytest.raises(DeviceLost, match=r"k raised RuntimeError: .*restart ComfyUI") as error:
+        explain(cause, "k")
+    assert error.value.__cause__ is cause
+
+
+def test_a_lost_device_is_seen_at_the_end_of_a_long_error_too():
+    with pytest.raises(DeviceLost):
+        explain(RuntimeError("frame " * 100 + "CUDA error: an illegal memory access was encountered"), "k")
+
+
+def test_running_out_of_memory_is_seen_at_the_end_of_a_long_error_too():
+    assert explain(RuntimeError("frame " * 100 + "out of memory"), "k").code is RefusalCode.OUT_OF_MEMORY
