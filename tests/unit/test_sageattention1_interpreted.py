@@ -1,4 +1,4 @@
-"""The real Triton kernels of sageattention 1.0.6, run on the CPU: their faults, and that the pack refuses or repairs them.
+"""The real Triton kernels of sageattention 1.0.6 on the CPU: their faults, and that the pack refuses or repairs them.
 
 Only the entry function's assertion that the tensors are on a GPU is answered by the test.
 """
