@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, is_autocast_enabled, is_grad_enabled
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, strided
 
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
@@ -34,10 +35,16 @@ def decision_key(
     """Everything that a decision about a call rests on, cheap to build and to hash; calls with equal keys are alike.
 
     ``place`` is what the caller knows besides the arguments. None for tensors that have no plain shape and strides;
-    raises TypeError for arguments that ComfyUI's attention functions do not have.
+    raises TypeError for arguments that ComfyUI's attention functions do not have. A key outlives the call, so no tensor
+    is in it.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
+    if not query.layout is key.layout is value.layout is strided:
+        return None
+    if mask is not None and (type(mask) is not Tensor or mask.layout is not strided):
+        return None
+    scale = extra.get("scale")
     try:
         return (
             place,
@@ -51,21 +58,27 @@ def decision_key(
             key.dtype,
             value.dtype,
             query.device,
-            key.get_device(),
-            value.get_device(),
+            key.device,
+            value.device,
             heads,
             attn_precision,
             skip_reshape,
             skip_output_reshape,
             mask if mask is None else (mask.shape, mask.dtype, mask.device),
             tuple(extra),
-            extra.get("scale"),
-            extra.get("enable_gqa"),
-            extra.get("low_precision_attention"),
-            is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+            scale if scale is None or isinstance(scale, (int, float)) else type(scale),
+            not extra.get("enable_gqa"),
+            extra.get("low_precision_attention") is False,
+            is_grad_enabled()
+            and (
+                query.requires_grad
+                or key.requires_grad
+                or value.requires_grad
+                or (mask is not None and mask.requires_grad)
+            ),
             is_autocast_enabled("cuda" if query.is_cuda else "cpu" if query.is_cpu else query.device.type),
         )
-    except RuntimeError:  # nested and sparse tensors have no shape or no strides
+    except RuntimeError:  # nested tensors have no shape
         return None
 
 
@@ -128,7 +141,7 @@ class AttentionCall(NamedTuple):
             kv_len=shapes.kv_len,
             head_dim=shapes.head_dim,
             tensor_layout=self._memory_layout(),
-            sm_scale=float(scale) if isinstance(scale, (int, float)) else None,
+            sm_scale=float(scale) if isinstance(scale, (int, float)) and math.isfinite(scale) else None,
             max_offset=max(_max_offset(tensor) for tensor in (query, key, value)),
         )
         if self.mask is not None:
@@ -148,13 +161,15 @@ class AttentionCall(NamedTuple):
         if scale is not None and not isinstance(scale, (int, float)):
             detail = f"scale is a {type(scale).__name__}; kernels take a number"
             found.append(Refusal(RefusalCode.SM_SCALE, detail))
+        elif scale is not None and not math.isfinite(scale):
+            found.append(Refusal(RefusalCode.SM_SCALE, f"scale is {scale}; kernels take a finite number"))
         if self.extra.get("low_precision_attention") is False:
             detail = "the model passed low_precision_attention=False"
             found.append(Refusal(RefusalCode.LOW_PRECISION_FORBIDDEN, detail))
         if self.attn_precision is torch.float32:
             found.append(Refusal(RefusalCode.ATTN_PRECISION, "the model asks for attn_precision float32"))
-        tensors = (self.query, self.key, self.value)
-        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        tensors = (self.query, self.key, self.value, self.mask)
+        if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
             found.append(Refusal(RefusalCode.GRADIENT, "gradients are needed; kernels are inference only"))
         if torch.is_autocast_enabled(self.query.device.type):
             found.append(Refusal(RefusalCode.AUTOCAST, "autocast is active around the call"))

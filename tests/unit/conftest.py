@@ -26,6 +26,7 @@ from sage_core.support import EVERY_MASK, Support
 
 CPU = torch.device("cpu")
 KERNEL = "fake kernel"
+TOLERANCE = Tolerance(relative_l2=0.02, cosine=0.999)
 
 
 # -- calls
@@ -125,7 +126,7 @@ def fake_backend(
     load: Callable[..., Kernel | tuple[Refusal, ...]] | None = None,
     package: str = "",
     exact: bool = False,
-    tolerance: Tolerance = Tolerance(0.02, 0.999),
+    tolerance: Tolerance = TOLERANCE,
     **support: Any,
 ) -> Backend:
     """A backend that takes everything unless ``support`` says otherwise."""
