@@ -22,6 +22,7 @@ def main() -> None:
     # Answers get a descriptor of their own; whatever anybody prints goes to the log instead.
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as answers:
         os.dup2(2, 1)
+        sys.stdout.reconfigure(line_buffering=True)  # in order with what is logged, and there when a scenario fails
         inside.start(options.comfyui, options.base_directory, pack=not options.without_pack)
         answers.write("{}\n")  # started
         answers.flush()
@@ -31,7 +32,7 @@ def main() -> None:
 
 
 def answer(function: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    print(f"--- {function} {arguments}", flush=True)
+    print(f"--- {function} {arguments}")
     module, _, name = function.partition(":")
     try:
         result = getattr(importlib.import_module(module), name)(**arguments)
