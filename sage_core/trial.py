@@ -7,7 +7,6 @@ import math
 import torch
 
 from .accuracy import compare, exact_attention
-from .call import Tensors
 from .device import on_device_of
 from .failure import explain
 from .refusal import Refusal, RefusalCode
@@ -35,11 +34,12 @@ def try_kernel(use: Use, spec: AttentionSpec, device: torch.device) -> Refusal |
     """Why the kernel may not serve calls with the features of ``spec``; None when its result is right.
 
     Right means: query's shape, dtype and device, finite, within the backend's tolerance of exact attention in fp32
-    (relative L2 and cosine on normal data), and query, key and value unchanged.
+    (relative L2 and cosine on normal data), and query, key, value and attn_mask unchanged.
     """
     small = trial_spec(spec)
     query, key, value, mask = _example(small, device, use)
-    given = (query.clone(), key.clone(), value.clone())
+    handed = {"query": query, "key": key, "value": value} | ({} if mask is None else {"attn_mask": mask})
+    given = {role: tensor.clone() for role, tensor in handed.items()}
     keywords = use.keywords(small)
     if mask is not None:
         keywords["attn_mask"] = mask
@@ -48,29 +48,26 @@ def try_kernel(use: Use, spec: AttentionSpec, device: torch.device) -> Refusal |
             output = use.kernel.function(query, key, value, **keywords)
     except Exception as error:  # whatever a package may raise, the graph still runs
         return explain(error, use.backend.name)
-    return _judge(use, small, output, (query, key, value), given, mask)
+    return _judge(use, small, output, handed, given)
 
 
 def _judge(
-    use: Use, spec: AttentionSpec, output: object, handed: Tensors, given: Tensors, mask: torch.Tensor | None
+    use: Use, spec: AttentionSpec, output: object, handed: dict[str, torch.Tensor], given: dict[str, torch.Tensor]
 ) -> Refusal | None:
-    query = handed[0]
+    query = handed["query"]
     name = use.backend.name
     if not isinstance(output, torch.Tensor):
         return _failed(f"{name} returned a {type(output).__name__}; expected a tensor")
     if (output.shape, output.dtype, output.device) != (query.shape, query.dtype, query.device):
         received = f"{list(output.shape)} {output.dtype} on {output.device}"
         return _failed(f"{name} returned {received}; expected {list(query.shape)} {query.dtype} on {query.device}")
-    for changed, original, role in zip(handed, given, ("query", "key", "value"), strict=True):
-        if not torch.equal(changed, original):
+    for role, tensor in handed.items():
+        if not torch.equal(tensor, given[role]):
             return _failed(f"{name} changed the caller's {role} in place")
     reference = exact_attention(
-        given[0],
-        given[1],
-        given[2],
+        **given,
         tensor_layout=use.layout,
         sm_scale=spec.softmax_scale,
-        attn_mask=mask,
         dtype=torch.float32,
     )
     accuracy = compare(output, reference)
