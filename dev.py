@@ -80,8 +80,6 @@ def main() -> int:
         what, advice = failure.args
         print(f"\nFailed: {what}\nWhat to do: {advice}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -204,7 +202,7 @@ def files_in(archive: Path) -> Iterator[tuple[str, bytes | None]]:
 def provide_python(comfyui: Iterable[Path], also: Iterable[Path]) -> str:
     """A Python with everything the ComfyUIs need and, for tests, what `also` lists: this one, else the .venv's."""
     requirements = merged([*(root / "requirements.txt" for root in comfyui), *also])
-    if Path(sys.prefix) != VENV and all(is_installed(name) for name in requirements):
+    if Path(sys.prefix).resolve() != VENV and all(is_installed(name) for name in requirements):
         step(f"Using {sys.executable}, which has all {len(requirements)} packages")
         return sys.executable
     everything = merged([*(root / "requirements.txt" for root in comfyui), TEST_REQUIREMENTS])
@@ -278,7 +276,12 @@ def run(command: list[str | Path], advice: str) -> None:
 
 def call(command: list[str | Path]) -> int:
     # Reports hold characters that a Windows console's own code page lacks.
-    return subprocess.run(list(map(str, command)), cwd=ROOT, env={**os.environ, "PYTHONUTF8": "1"}).returncode
+    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env={**os.environ, "PYTHONUTF8": "1"})
+    while True:
+        try:
+            return process.wait()
+        except KeyboardInterrupt:
+            continue  # the process got it too, and ends after it has stopped its server or summed up its tests
 
 
 def step(text: str) -> None:

@@ -28,14 +28,13 @@ def test_failure_carries_the_traceback_and_the_log(host: Host) -> None:
         host.run("scenarios_harness:fail", message="because")
 
 
-def test_worker_that_hangs_or_dies_is_replaced(host: Host) -> None:
+def test_worker_that_dies_or_hangs_is_replaced(host: Host) -> None:
     with Worker(host.root, pack=False) as worker:
-        worker.run("scenarios_harness:sleep", seconds=0)
-        with pytest.raises(ScenarioFailed, match="no answer within"):
-            worker.run("scenarios_harness:sleep", seconds=60, timeout_s=0.2)
         with pytest.raises(ScenarioFailed, match="the process ended"):
             worker.run("scenarios_harness:leave")
         assert worker.run("scenarios_harness:facts")["cpu"]
+        with pytest.raises(ScenarioFailed, match=r"no answer within 0\.2 s"):
+            worker.run("scenarios_harness:sleep", seconds=60, timeout_s=0.2)
 
 
 @pytest.mark.parametrize("model", ["wan", "flux", "sdxl", "omnigen2", "ltxv", "qwen_image"])

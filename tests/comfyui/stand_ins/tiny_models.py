@@ -70,7 +70,7 @@ def wan() -> TinyModel:
 
 def wan_file() -> Path:
     """The file that UNETLoader lists as WAN_FILE, written when it is not there."""
-    path = Path(folder_paths.get_folder_paths("diffusion_models")[0]) / WAN_FILE
+    path = Path(folder_paths.models_dir) / "diffusion_models" / WAN_FILE
     if not path.exists():
         model = comfy.ldm.wan.model.WanModel(
             model_type="t2v",
