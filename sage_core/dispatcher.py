@@ -15,7 +15,7 @@ import torch
 from torch.compiler import is_compiling
 
 from .backends import STARTING_ORDER, Preference
-from .backends.base import Backend
+from .backends.base import Backend, Kernel
 from .call import AttentionCall, CallKey, Native, decision_key, four_axes, shaping
 from .failure import explain
 from .policy import AUTO, NATIVE_ONLY, Policy
@@ -82,9 +82,8 @@ class Dispatcher:
         """The attention override: ComfyUI's arguments in, attention out."""
         if is_compiling():
             return self._attend_eagerly(func, *args, **kwargs)  # type: ignore[no-any-return]
-        try:
-            forward: Forward = self._threads.forward
-        except AttributeError:
+        forward: Forward | None = getattr(self._threads, "forward", None)
+        if forward is None:
             return self._attend_outside(func, *args, **kwargs)
         plans = forward.plans
         site = len(plans)
@@ -94,7 +93,7 @@ class Dispatcher:
         except TypeError:
             plan = UNREADABLE
         if plan is None:
-            plan = self._new_plan((site, reason), args, kwargs)
+            plan = self._new_plan(forward, (site, reason), args, kwargs)
         plans.append(plan)
         if plan.serve is not None:
             output: torch.Tensor | Refusal = plan.serve(
@@ -102,7 +101,7 @@ class Dispatcher:
             )
             if not isinstance(output, Refusal):
                 return output
-            plans[site] = self._after_failure(plan, output, forward.run, args[0].device)
+            plans[site] = self._after_failure(plan, output, forward, args[0].device)
         return func(*args, **kwargs) if self.previous is None else self.previous(func, *args, **kwargs)
 
     @torch.compiler.disable
@@ -112,21 +111,30 @@ class Dispatcher:
 
     def _attend_outside(self, func: Native, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``attend`` for a call that no forward stands around."""
-        forward = self._threads.forward = Forward(self._current_run(), None)
+        self._forget_retired()
+        run = self._current_run()
+        forward = self._threads.forward = Forward(run, run.exact_from_now_on)
         try:
             return self.attend(func, *args, **kwargs)
         finally:
-            del self._threads.forward
-            forward.run.record_outside(forward.plans)
+            self._threads.forward = None
+            run.record_outside(forward.plans)
 
-    def _new_plan(self, place: tuple[int, Refusal | None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    def _new_plan(
+        self, forward: Forward, place: tuple[int, Refusal | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Plan:
         """The plan for a call whose like was not seen before, kept for the next ones."""
         key = decision_key(place, *args, **kwargs)
         if key is None:
             return NOT_PLAIN
+        plan = self._make_plan(AttentionCall.from_comfy(*args, **kwargs), place[1])
+        full = next((refusal for _, refusal in plan.reasons() if refusal.code is RefusalCode.OUT_OF_MEMORY), None)
+        if full is not None and full is not place[1]:  # met by a trial just now: the next run tries again
+            self._leave_to_native(forward, full)
+            return plan
         if len(self._plans) >= MAX_PLANS:
             self._plans.clear()
-        plan = self._plans[key] = self._make_plan(AttentionCall.from_comfy(*args, **kwargs), place[1])
+        self._plans[key] = plan
         return plan
 
     def _make_plan(self, call: AttentionCall, reason: Refusal | None) -> Plan:
@@ -173,17 +181,29 @@ class Dispatcher:
             return None
         return Refusal(RefusalCode.SKIPPED_BLOCK, f"block {forward.block_number} is in skip_blocks")
 
-    def _after_failure(self, plan: Plan, refusal: Refusal, run: Run, device: torch.device) -> Plan:
+    def _after_failure(self, plan: Plan, refusal: Refusal, forward: Forward, device: torch.device) -> Plan:
         """The native plan that takes over a call whose kernel raised; keeps the kernel from failing again."""
         if refusal.code is RefusalCode.OUT_OF_MEMORY:
-            run.exact_from_now_on = refusal
-            logger.info("SageScope: %s ran out of memory; the rest of this run uses native attention.", plan.kernel)
+            self._leave_to_native(forward, refusal)
         else:
             self.session.retire(plan.kernel, device, refusal)
+            self._forget_retired()
             logger.warning("SageScope: %s. It is not used again until ComfyUI restarts.", refusal.detail)
-        self._plans.clear()
-        run.note(refusal.detail)
+            forward.run.note(refusal.detail)
         return Plan(NATIVE, plan.spec, plan.block, (Verdict(plan.kernel, (refusal,)),))
+
+    def _leave_to_native(self, forward: Forward, refusal: Refusal) -> None:
+        """After running out of memory: the rest of the forward and of its run is native, the next run is not."""
+        forward.reason = forward.run.exact_from_now_on = refusal
+        forward.run.note(refusal.detail)
+        logger.info("SageScope: %s. The rest of this run uses native attention.", refusal.detail)
+
+    def _forget_retired(self) -> None:
+        """Drop the plans made before a kernel was retired, by this model or another: they may name it."""
+        generation = self.session.generation
+        if self._generation != generation:
+            self._generation = generation
+            self._plans.clear()
 
     def _log_once(self, spec: AttentionSpec, use: Use | None, verdicts: tuple[Verdict, ...]) -> None:
         entry = (spec, use.backend.name if use else NATIVE)
@@ -197,9 +217,7 @@ class Dispatcher:
 
     def _current_run(self) -> Run:
         """The run that is being sampled; one of its own for calls that no sampler stands around."""
-        if self._run is None:
-            self._run = self.stats.open(*self._host_context(), model="called outside a sampler")
-        return self._run
+        return self._run or self.stats.outside(*self._host_context())
 
     def outer_sample(
         self,
@@ -244,11 +262,9 @@ class Dispatcher:
 
     def apply_model(self, executor: Any, x: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around the model call: a forward starts and ends."""
-        if self._generation != self.session.generation:
-            self._plans.clear()
-            self._generation = self.session.generation
+        self._forget_retired()
         run = self._current_run()
-        options = kwargs.get("transformer_options") or (args[3] if len(args) > 3 else {})
+        options = kwargs.get("transformer_options") or (args[3] if len(args) > 3 else None) or {}
         override = options.get("optimized_attention_override")
         if override != self.attend and run.replaced_by is None:
             run.replaced_by = describe_function(override)
@@ -286,7 +302,7 @@ class Dispatcher:
             return ()
         if self.policy.kernel == AUTO:
             for preference in STARTING_ORDER.get(self.session.environment.arch_of(device), ()):
-                self.session.load(self.session.backend(preference.kernel), device, self.policy.allow_hub_download)
+                self._load_again(self.session.backend(preference.kernel), device)
             return ()
         backend = self.session.backend(self.policy.kernel)
         support = backend.support
@@ -304,10 +320,13 @@ class Dispatcher:
             spec,
             [(backend, None)],
             self.policy,
-            load=lambda backend: self.session.load(backend, device, self.policy.allow_hub_download),
+            load=lambda backend: self._load_again(backend, device),
             trial=lambda use: self.session.trial(use, spec, device),
         )
         return verdict.refusals
+
+    def _load_again(self, backend: Backend, device: torch.device) -> Kernel | tuple[Refusal, ...]:
+        return self.session.load(backend, device, self.policy.allow_hub_download, again=True)
 
     def snapshot(self) -> dict[str, Any]:
         """The report's data in plain JSON types; runs oldest first."""
@@ -343,8 +362,8 @@ def _native_plan(code: RefusalCode, detail: str) -> Plan:
     return Plan(NATIVE, None, None, (Verdict(ANY_KERNEL, (Refusal(code, detail),)),))
 
 
-UNREADABLE = _native_plan(RefusalCode.UNKNOWN_ARGUMENT, "ComfyUI passed more positional arguments than are known")
-NOT_PLAIN = _native_plan(RefusalCode.TENSOR_TYPE, "query, key or value is no plain dense tensor")
+UNREADABLE = _native_plan(RefusalCode.UNKNOWN_ARGUMENT, "ComfyUI passed arguments in a way that is not known")
+NOT_PLAIN = _native_plan(RefusalCode.TENSOR_TYPE, "query, key, value or attn_mask is no plain dense tensor")
 
 
 def _block_key(keywords: dict[str, Any]) -> tuple[Any, ...] | None:

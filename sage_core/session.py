@@ -43,15 +43,20 @@ class Session:
     def backend(self, name: str) -> Backend:
         return next(backend for backend in self.backends if backend.name == name)
 
-    def load(self, backend: Backend, device: torch.device, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
-        """The kernel's function, bound once per arch; the refusals when it is not to be had or was retired."""
+    def load(
+        self, backend: Backend, device: torch.device, allow_download: bool, again: bool = False
+    ) -> Kernel | tuple[Refusal, ...]:
+        """The kernel's function, bound once per arch; the refusals when it is not to be had or was retired.
+
+        ``again`` looks once more for what was not to be had before: a download can succeed, or have been made since.
+        """
         with self._lock:
             retired = self._retired.get((backend.name, str(device)))
             if retired is not None:
                 return (retired,)
             arch = self.environment.arch_of(device)
             key = (backend.name, arch, allow_download)
-            if key not in self._loaded:
+            if key not in self._loaded or (again and not isinstance(self._loaded[key], Kernel)):
                 self._loaded[key] = backend.load(self.environment, arch, allow_download)
             return self._loaded[key]
 
@@ -67,7 +72,7 @@ class Session:
             refusal = try_kernel(use, spec, device)
             if refusal is None or refusal.code is RefusalCode.TRIAL:
                 self._trials[key] = refusal
-            if refusal is not None:
+            if refusal is not None and refusal.code is not RefusalCode.OUT_OF_MEMORY:
                 logger.warning("SageScope: %s. Other attention serves these calls.", refusal.detail)
             if refusal is not None and refusal.code is RefusalCode.KERNEL_ERROR:
                 self.retire(use.backend.name, device, refusal)
@@ -98,6 +103,6 @@ class Session:
             ],
             "retired": [
                 {"kernel": name, "device": device, "detail": refusal.detail}
-                for (name, device), refusal in self._retired.items()
+                for (name, device), refusal in dict(self._retired).items()
             ],
         }

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the report's JSON; raised when a field changes its meaning or goes."""
 
+OUTSIDE = "called outside a sampler"
+"""Stands for the model's name in a run that no sampler made."""
+
 MAX_RUNS = 16
 MAX_EVENTS = 100
 MAX_COUNTERS = 20_000
@@ -65,7 +68,8 @@ class Run:
 
     def note(self, text: str) -> None:
         """Remember an event of this run, with the step it happened at."""
-        self._events.append({"step": self.step, "text": text})
+        with self._lock:
+            self._events.append({"step": self.step, "text": text})
 
     def close(self, status: str) -> None:
         self.status = status
@@ -82,6 +86,7 @@ class Run:
         with self._lock:
             calls = dict(self._calls)
             forwards = self.forwards
+            events = list(self._events)
         total = sum(calls.values())
         by_plan: Counter[Plan] = Counter()
         for (_, plan), number in calls.items():
@@ -102,7 +107,7 @@ class Run:
             "refusals": _refusals(by_plan),
             "shapes": _shapes(by_plan),
             "sites": _sites(calls),
-            "events": list(self._events),
+            "events": events,
             "override_replaced_by": self.replaced_by,
         }
 
@@ -182,8 +187,19 @@ class Stats:
 
     def open(self, prompt_id: str | None, node_id: str | None, model: str = "") -> Run:
         with self._lock:
-            run = Run(next(self._numbers), prompt_id, node_id, model)
-            self._runs.append(run)
+            return self._open(prompt_id, node_id, model)
+
+    def outside(self, prompt_id: str | None, node_id: str | None) -> Run:
+        """The run for calls that no sampler stands around: the last one, if it is for such calls of the same node."""
+        with self._lock:
+            last = self._runs[-1] if self._runs else None
+            if last and (last.prompt_id, last.node_id, last.model) == (prompt_id, node_id, OUTSIDE):
+                return last
+            return self._open(prompt_id, node_id, OUTSIDE)
+
+    def _open(self, prompt_id: str | None, node_id: str | None, model: str) -> Run:
+        run = Run(next(self._numbers), prompt_id, node_id, model)
+        self._runs.append(run)
         return run
 
     def snapshot(self) -> list[dict[str, Any]]:

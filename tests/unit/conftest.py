@@ -6,7 +6,7 @@ Tests import from here by name: ``from tests.unit.conftest import make_call``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -27,6 +27,15 @@ from sage_core.support import EVERY_MASK, Support
 CPU = torch.device("cpu")
 KERNEL = "fake kernel"
 TOLERANCE = Tolerance(relative_l2=0.02, cosine=0.999)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of many small calls: threads that share them out wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 # -- calls
@@ -145,7 +154,7 @@ def fake_backend(
 def fake_environment(arch: str | None = None, **fields: Any) -> Environment:
     """A machine with one GPU of ``arch``, or without any, whatever this one is."""
     devices = (Device(0, arch, f"Fake {arch}", 2**34),) if arch else ()
-    return Environment(**{"devices": devices, "torch": "2.9.0", "packages": {}, **fields})
+    return Environment(**{"devices": devices, "torch_version": "2.9.0", "packages": {}, **fields})
 
 
 def make_session(*backends: Backend, **fields: Any) -> Session:

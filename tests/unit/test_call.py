@@ -18,6 +18,8 @@ from sage_core.spec import MaskKind
 from sage_core.support import MAX_OFFSET_32_BIT
 from tests.unit.conftest import Native, attention, codes, comfy_arguments, make_call, normal, virtual_memory
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 RESHAPES = [
     pytest.param(*flags, id=f"skip_reshape={flags[0]:d}-output={flags[1]:d}") for flags in product((0, 1), (0, 1))
 ]

@@ -12,6 +12,8 @@ from sage_core.spec import MaskKind
 from sage_core.trial import TRIAL_LENGTH, trial_spec, try_kernel
 from tests.unit.conftest import CPU, KERNEL, FakeKernel, attention, fake_backend, make_spec
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 LAYOUTS = ("NHD", "HND")
 SPEC = make_spec(qo_len=200, kv_len=333, sm_scale=0.3)
 """A partial last tile and a scale of its own."""
