@@ -89,7 +89,10 @@ class Server(AbstractContextManager["Server"]):
 
     def run(self, graph: dict[str, Any], *, timeout_s: float = 300) -> Finished:
         """Queues a graph in API format and waits until it is done; raises PromptFailed when it does not get there."""
-        return asyncio.run(asyncio.wait_for(self._run(graph), timeout_s))
+        try:
+            return asyncio.run(asyncio.wait_for(self._run(graph), timeout_s))
+        except asyncio.TimeoutError:
+            raise PromptFailed(f"not done within {timeout_s} s\n{self._log_tail()}") from None
 
     def get(self, path: str) -> Any:
         with OPEN(f"{self.address}{path}", timeout=30) as response:
