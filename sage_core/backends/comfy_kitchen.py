@@ -25,7 +25,7 @@ HIP_ARCHS = (
 MAX_HEAD_DIM = 256
 """_validate_inputs in sage_attention.py; any head_dim up to it is padded to 64, 128 or 256."""
 INT8 = Tolerance(relative_l2=0.03, cosine=0.9995)
-"""0.016 measured."""
+"""0.014 to 0.020 measured on an H200, at head_dim 40 to 256 and with every kind of mask."""
 
 
 def _load(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
