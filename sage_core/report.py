@@ -55,8 +55,8 @@ def run_headline(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
     forwards = _count(run["forwards"], "forward")
     if run["calls"] == 0 and run["override_replaced_by"] is not None:
         return [
-            f"No call came here: downstream of Apply SageAttention, {run['override_replaced_by']} took its place. "
-            "Put Apply SageAttention after that node, or remove one of the two."
+            f"No call came here: {run['override_replaced_by']} stands where Apply SageAttention put its override. "
+            "Put Apply SageAttention after the node that changed it, or remove one of the two."
         ]
     if run["calls"] == 0:
         return [
