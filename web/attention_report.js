@@ -95,7 +95,7 @@ app.registerExtension({
     const panel = new ReportPanel();
     panels.set(node, panel);
     // serialize is asked in two places: the first keeps the widget out of the prompt, the second out of the workflow
-    const options = { serialize: false, hideOnZoom: false, getMinHeight: () => MIN_HEIGHT };
+    const options = { serialize: false, hideInPanel: true, hideOnZoom: false, getMinHeight: () => MIN_HEIGHT };
     node.addDOMWidget("sagescope_report", WIDGET_TYPE, panel.element, options).serialize = false;
     node.setSize([Math.max(node.size[0], SIZE[0]), Math.max(node.size[1], SIZE[1])]);
     const onExecuted = node.onExecuted;

@@ -33,10 +33,18 @@ function table([header, , ...rows]) {
   return create("table", create("thead", head), create("tbody", ...body));
 }
 
+/** A cell of the body. Long words, such as names of kernels, would push the last columns out of sight. */
 function dataCell(text) {
-  const cell = create("td", text);
+  const parts = text.split(/(\S{20,})/);
+  const cell = create("td", ...parts.flatMap((part, index) => (index % 2 ? breakable(part) : part)));
   if (/^\d+(\.\d+)?%?$/.test(text)) cell.className = "number";
   return cell;
+}
+
+/** The word in parts between which a line may break: after each underscore. */
+function breakable(word) {
+  const parts = word.match(/[^_]*_|[^_]+/g);
+  return parts.flatMap((part, index) => (index ? [create("wbr"), part] : part));
 }
 
 /** The texts between the bars of a row; a bar after a backslash is part of the text. */

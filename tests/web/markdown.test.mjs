@@ -31,6 +31,17 @@ test("a bar after a backslash is text of the cell", () => {
   assert.deepEqual(rows(table), [["why"], ["a | b"]]);
 });
 
+test("a long name in a cell may break after an underscore and stays one text", () => {
+  const text = "smooth_k and _sageattn_qk__int8_pv_fp8 too";
+  const [cell] = renderMarkdown(`| why |\n| --- |\n| ${text} |`).all("td");
+  const parts = ["_", "sageattn_", "qk_", "_", "int8_", "pv_", "fp8"];
+  assert.deepEqual(
+    cell.children.map((child) => child.tag ?? child),
+    ["smooth_k and ", ...parts.flatMap((part) => ["wbr", part]).slice(1), " too"],
+  );
+  assert.equal(cell.textContent, text);
+});
+
 test("markup in names stays text", () => {
   const evil = "<img src=x onerror=alert(1)> [a](javascript:alert(1)) `b` &lt;";
   const drawn = renderMarkdown(`## ${evil}\n> ${evil}\n**${evil}**\n${evil}\n| ${evil} |\n| --- |\n| ${evil} |`);
