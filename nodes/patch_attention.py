@@ -10,8 +10,10 @@ from comfy_api.latest import io
 from ..sage_core import (
     AUTO,
     KERNEL_CHOICES,
+    NORMAL_TOLERANCE,
     SMOOTH_K_CHOICES,
     STOP,
+    TOLERANCES,
     UNAVAILABLE_CHOICES,
     USE_NATIVE,
     Dispatcher,
@@ -94,6 +96,15 @@ class ApplySageAttention(io.ComfyNode):
                     tooltip=(
                         "Let 'hub: ...' kernels be downloaded from the Hugging Face Hub. They are code that runs on "
                         "this machine. When off, only what is in the local cache is used."
+                    ),
+                ),
+                io.Combo.Input(
+                    "tolerance",
+                    options=list(TOLERANCES),
+                    default=NORMAL_TOLERANCE,
+                    tooltip=(
+                        "How far a quantized kernel may be from exact attention (relative L2 of the worst head, on the "
+                        "model's own tensors) to serve a site. off checks nothing."
                     ),
                 ),
             ],

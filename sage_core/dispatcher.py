@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch.compiler import is_compiling
 
-from .backends import STARTING_ORDER, Preference
 from .backends.base import Backend, Kernel
-from .call import AttentionCall, CallKey, Native, decision_key, four_axes, shaping
-from .failure import explain
+from .call import AttentionCall, CallKey, Native, decision_key
+from .checking import SiteAccuracy
+from .finite import all_finite
+from .planning import Planner, block_key
 from .policy import AUTO, NATIVE_ONLY, Policy
 from .refusal import Refusal, RefusalCode
-from .selection import ANY_KERNEL, NATIVE, Plan, Use, Verdict, select
+from .selection import ANY_KERNEL, NATIVE, Plan, Verdict, select
 from .session import Session
 from .spec import AttentionSpec
 from .stats import Run, Stats
@@ -35,16 +36,26 @@ HostContext = Callable[[], tuple["str | None", "str | None"]]
 
 
 class Forward:
-    """One call of the diffusion model on one thread: the plans of its calls so far, in order."""
+    """One call of the diffusion model on one thread: the plans of its calls so far, in order.
 
-    __slots__ = ("block", "block_number", "plans", "reason", "run")
+    ``reason`` keeps all of it native. ``watch`` is told of every call whose plan is not new, with the output of its
+    kernel (None for native), before the output goes back to the model; ``seen`` is what it gathers, on the device.
+    """
+
+    __slots__ = ("block", "block_number", "plans", "reason", "run", "seen", "watch")
 
     def __init__(self, run: Run, reason: Refusal | None) -> None:
         self.run = run
         self.reason = reason
         self.plans: list[Plan] = []
+        self.watch: Watch | None = None
+        self.seen: list[tuple[int, Plan, torch.Tensor]] = []
         self.block: tuple[Any, ...] | None = None
         self.block_number = -1
+
+
+Watch = Callable[[Forward, int, Plan, "tuple[Any, ...]", "torch.Tensor | None"], None]
+"""watch(forward, site, plan, (query, key, value, mask), output)."""
 
 
 class Dispatcher:
@@ -66,11 +77,13 @@ class Dispatcher:
         self.stats = Stats()
         self._host_context = host_context
         self._skips_blocks = bool(policy.skip_blocks)
+        self._planner = Planner(policy, session)
         self._plans: dict[CallKey | None, Plan] = {}
+        self._banned: dict[CallKey, tuple[Verdict, ...]] = {}
+        """Kernels that failed a check at a site, by the key of its plan."""
         self._generation = session.generation
         self._threads = threading.local()
         self._run: Run | None = None
-        self._logged: set[tuple[Any, ...]] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """Itself: old ComfyUI copies model options deeply, and the copies must go on counting in one place."""
@@ -92,16 +105,21 @@ class Dispatcher:
             plan = self._plans.get(decision_key((site, reason), *args, **kwargs))
         except TypeError:
             plan = UNREADABLE
+        fresh = plan is None
         if plan is None:
             plan = self._new_plan(forward, (site, reason), args, kwargs)
         plans.append(plan)
+        output: Any = None
         if plan.serve is not None:
-            output: torch.Tensor | Refusal = plan.serve(
-                args[0], args[1], args[2], args[4] if len(args) > 4 else kwargs.get("mask")
-            )
-            if not isinstance(output, Refusal):
-                return output
-            plans[site] = self._after_failure(plan, output, forward, args[0].device)
+            output = plan.serve(args[0], args[1], args[2], args[4] if len(args) > 4 else kwargs.get("mask"))
+            if isinstance(output, Refusal):
+                plans[site] = self._after_failure(plan, output, forward, args[0].device)
+                output = None
+        if forward.watch is not None and not fresh:
+            mask = args[4] if len(args) > 4 else kwargs.get("mask")
+            forward.watch(forward, site, plans[site], (*args[:3], mask), output)
+        if output is not None:
+            return output  # type: ignore[no-any-return]
         return func(*args, **kwargs) if self.previous is None else self.previous(func, *args, **kwargs)
 
     @torch.compiler.disable
@@ -127,7 +145,7 @@ class Dispatcher:
         key = decision_key(place, *args, **kwargs)
         if key is None:
             return NOT_PLAIN
-        plan = self._make_plan(AttentionCall.from_comfy(*args, **kwargs), place[1])
+        plan = self._planner.plan(AttentionCall.from_comfy(*args, **kwargs), place[1], self._banned.get(key, ()))
         full = next((refusal for _, refusal in plan.reasons() if refusal.code is RefusalCode.OUT_OF_MEMORY), None)
         if full is not None and full is not place[1]:  # met by a trial just now: the next run tries again
             self._leave_to_native(forward, full)
@@ -137,41 +155,9 @@ class Dispatcher:
         self._plans[key] = plan
         return plan
 
-    def _make_plan(self, call: AttentionCall, reason: Refusal | None) -> Plan:
-        device = call.query.device
-        spec, refusals = call.read(self.session.environment.arch_of(device))
-        block = _describe_block(call.extra)
-        if reason is not None:
-            refusals = (reason,)
-        if self.policy.kernel == NATIVE_ONLY:
-            refusals = (Refusal(RefusalCode.OBSERVE_ONLY, f"kernel is '{NATIVE_ONLY}'"),)
-        if spec is None or refusals:
-            return Plan(NATIVE, spec, block, (Verdict(ANY_KERNEL, refusals),))
-        use, verdicts = select(
-            spec,
-            self._candidates(spec),
-            self.policy,
-            load=lambda backend: self.session.load(backend, device, self.policy.allow_hub_download),
-            trial=lambda use: self.session.trial(use, spec, device),
-        )
-        if not verdicts:
-            detail = f"this device is {spec.arch}; no kernel is known to be faster than native there"
-            verdicts = (Verdict(ANY_KERNEL, (Refusal(RefusalCode.ARCH, detail),)),)
-        self._log_once(spec, use, verdicts)
-        if use is None:
-            return Plan(NATIVE, spec, block, verdicts)
-        return Plan(use.backend.name, spec, block, verdicts, use.smooth_k, _server(use, call, spec))
-
-    def _candidates(self, spec: AttentionSpec) -> Iterator[tuple[Backend, Preference | None]]:
-        if self.policy.kernel != AUTO:
-            yield self.session.backend(self.policy.kernel), None
-            return
-        for preference in STARTING_ORDER.get(spec.arch, ()):
-            yield self.session.backend(preference.kernel), preference
-
     def _block_refusal(self, forward: Forward, kwargs: dict[str, Any]) -> Refusal | None:
         """Why the call's forward or its block stays native; counts blocks as the forward reaches them."""
-        block = _block_key(kwargs)
+        block = block_key(kwargs)
         if block is None or forward.reason is not None:
             return forward.reason
         if block != forward.block:
@@ -186,9 +172,8 @@ class Dispatcher:
         if refusal.code is RefusalCode.OUT_OF_MEMORY:
             self._leave_to_native(forward, refusal)
         else:
-            self.session.retire(plan.kernel, device, refusal)
+            self.session.after_failure(plan.kernel, device, refusal)
             self._forget_retired()
-            logger.warning("SageScope: %s. It is not used again until ComfyUI restarts.", refusal.detail)
             forward.run.note(refusal.detail)
         return Plan(NATIVE, plan.spec, plan.block, (Verdict(plan.kernel, (refusal,)),))
 
@@ -205,13 +190,15 @@ class Dispatcher:
             self._generation = generation
             self._plans.clear()
 
-    def _log_once(self, spec: AttentionSpec, use: Use | None, verdicts: tuple[Verdict, ...]) -> None:
-        entry = (spec, use.backend.name if use else NATIVE)
-        if entry in self._logged or len(self._logged) >= MAX_PLANS:
-            return
-        self._logged.add(entry)
-        reasons = "; ".join(refusal.detail for verdict in verdicts for refusal in verdict.refusals)
-        logger.info("SageScope: %s -> %s%s", spec.describe(), entry[1], f" ({reasons})" if reasons else "")
+    def _ban(self, plans: Iterable[Plan], refusal_of: Callable[[Plan], Refusal]) -> None:
+        """Keep each plan's kernel from its site; the next call there is planned without it."""
+        banned = set(plans)
+        if len(self._banned) >= MAX_PLANS:
+            self._banned.clear()
+        for key in [key for key, plan in self._plans.items() if plan in banned]:
+            plan = self._plans.pop(key)
+            if key is not None:
+                self._banned[key] = (*self._banned.get(key, ()), Verdict(plan.kernel, (refusal_of(plan),)))
 
     # -- one run, one forward
 
@@ -268,14 +255,78 @@ class Dispatcher:
         override = options.get("optimized_attention_override")
         if override != self.attend and run.replaced_by is None:
             run.replaced_by = describe_function(override)
-        forward = Forward(run, self._whole_forward_refusal(run, t))
-        around = getattr(self._threads, "forward", None)
-        self._threads.forward = forward
-        try:
-            return executor(x, t, *args, **kwargs)
-        finally:
-            self._threads.forward = around
-            run.record(forward.plans)
+        reason = self._whole_forward_refusal(run, t)
+
+        def run_forward(forward: Forward) -> Any:
+            around = getattr(self._threads, "forward", None)
+            self._threads.forward = forward
+            try:
+                return executor(x, t, *args, **kwargs)
+            finally:
+                self._threads.forward = around
+                run.record(forward.plans)
+
+        forward = Forward(run, reason)
+        if run.is_check_step():
+            forward.watch = _check
+        return self._approve(forward, run_forward(forward), run_forward)
+
+    def _approve(self, forward: Forward, output: Any, run_forward: Callable[[Forward], Any]) -> Any:
+        """The forward's output, or that of another one where a kernel spoilt it.
+
+        Waits for the device, once, and only when a quantized kernel served a call.
+        """
+        run = forward.run
+        while any(plan.quantized for plan in forward.plans) and not run.model_not_finite:
+            finite, accuracies = _read(output, forward.seen)
+            if not finite:
+                return self._rescue(forward, run_forward)
+            failed = self._drifted(forward, accuracies)
+            if not failed or run.step > 0:
+                break
+            # the first check of a run comes before anything is handed on
+            forward = Forward(run, forward.reason)
+            forward.watch = _check
+            output = run_forward(forward)
+        return output
+
+    def _drifted(self, forward: Forward, accuracies: list[SiteAccuracy]) -> bool:
+        """Note what a check in the middle of a run found; move the sites out of tolerance off their kernels."""
+        tolerance = self.policy.tolerance
+        failed: dict[Plan, SiteAccuracy] = {}
+        for (site, plan, _), accuracy in zip(forward.seen, accuracies, strict=True):
+            forward.run.record_accuracy(site, plan, accuracy)
+            if tolerance is not None and not accuracy.within(tolerance):
+                failed[plan] = accuracy
+                forward.run.note(f"site {site}: {accuracy.refusal(plan.kernel, tolerance).detail}")
+        if tolerance is not None and failed:
+            self._ban(failed, lambda plan: failed[plan].refusal(plan.kernel, tolerance))
+        return bool(failed)
+
+    def _rescue(self, broken: Forward, run_forward: Callable[[Forward], Any]) -> Any:
+        """The output of the same forward with exact attention; finds the sites that broke the first one."""
+        run = broken.run
+        detail = "a forward's output was not finite: it was run again with exact attention"
+        forward = Forward(run, Refusal(RefusalCode.NOT_FINITE, detail))
+        forward.watch = _suspect(broken.plans)
+        output = run_forward(forward)
+        run.rescued += 1
+        if not all_finite(output):
+            run.model_not_finite = True
+            run.note("the model itself produced NaN or Inf: native attention gives them too")
+            logger.warning("SageScope: the model itself produced NaN or Inf, with native attention too.")
+            return output
+        finite = torch.stack([flag for _, _, flag in forward.seen]).tolist() if forward.seen else []
+        guilty = {plan for (_, plan, _), ok in zip(forward.seen, finite, strict=True) if not ok}
+        # none found: the error grew behind attention, so none of them is above suspicion
+        guilty = guilty or {plan for plan in broken.plans if plan.quantized}
+        self._ban(
+            guilty, lambda plan: Refusal(RefusalCode.NOT_FINITE, f"{plan.kernel} made NaN or Inf out of this site")
+        )
+        kernels = ", ".join(sorted({plan.kernel for plan in guilty}))
+        run.note(f"{detail}; {kernels} left {len(guilty)} sites")
+        logger.warning("SageScope: step %d: %s; %s left %d sites.", run.step, detail, kernels, len(guilty))
+        return output
 
     def _whole_forward_refusal(self, run: Run, t: torch.Tensor) -> Refusal | None:
         if run.exact_from_now_on is not None:
@@ -301,7 +352,7 @@ class Dispatcher:
         if self.policy.kernel == NATIVE_ONLY:
             return ()
         if self.policy.kernel == AUTO:
-            for preference in STARTING_ORDER.get(self.session.environment.arch_of(device), ()):
+            for preference in self.session.order.get(self.session.environment.arch_of(device), ()):
                 self._load_again(self.session.backend(preference.kernel), device)
             return ()
         backend = self.session.backend(self.policy.kernel)
@@ -321,7 +372,7 @@ class Dispatcher:
             [(backend, None)],
             self.policy,
             load=lambda backend: self._load_again(backend, device),
-            trial=lambda use: self.session.trial(use, spec, device),
+            trial=lambda use: self.session.trial(use, spec, device) or use,
         )
         return verdict.refusals
 
@@ -338,24 +389,31 @@ class Dispatcher:
         }
 
 
-def _server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Tensor | Refusal]:
-    """The function that serves calls like ``call`` with ``use``: views in, kernel, view out."""
-    to_kernel, from_kernel = shaping(call, spec, use.layout, use.expand_kv, use.backend.support.max_offset)
-    function, keywords, name = use.kernel.function, use.keywords(spec), use.backend.name
-    index = call.query.device.index if call.query.is_cuda else None
+def _check(forward: Forward, site: int, plan: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:
+    """The watch of a forward whose quantized sites are checked again."""
+    if plan.look is not None and output is not None:
+        forward.seen.append((site, plan, plan.look(*tensors, output)))
 
-    def serve(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        try:
-            query, key, value = to_kernel(query, key, value)
-            given = keywords if mask is None else {**keywords, "attn_mask": four_axes(mask)}
-            if index is None or index == torch.cuda.current_device():
-                return from_kernel(function(query, key, value, **given))
-            with torch.cuda.device(index):
-                return from_kernel(function(query, key, value, **given))
-        except Exception as error:  # whatever a kernel package may raise, the picture goes on
-            return explain(error, name)
 
-    return serve
+def _suspect(plans: list[Plan]) -> Watch:
+    """The watch of a forward that is run again natively: ``plans`` served the calls of the broken one."""
+
+    def watch(forward: Forward, site: int, _: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:
+        plan = plans[site] if site < len(plans) else None
+        if plan is None or not plan.quantized or plan.serve is None:
+            return
+        again = plan.serve(*tensors)
+        if isinstance(again, torch.Tensor):
+            forward.seen.append((site, plan, torch.isfinite(again).all()))
+
+    return watch
+
+
+def _read(output: Any, seen: list[tuple[int, Plan, torch.Tensor]]) -> tuple[bool, list[SiteAccuracy]]:
+    """Whether the output is finite, and the errors of the checked sites, in one wait for the device."""
+    numbers = [all_finite(output).float().reshape(1), *(errors for _, _, errors in seen)]
+    finite, *errors = torch.cat([number.to(numbers[0].device) for number in numbers]).tolist()
+    return bool(finite), [SiteAccuracy(*errors[start : start + 3]) for start in range(0, len(errors), 3)]
 
 
 def _native_plan(code: RefusalCode, detail: str) -> Plan:
@@ -364,24 +422,6 @@ def _native_plan(code: RefusalCode, detail: str) -> Plan:
 
 UNREADABLE = _native_plan(RefusalCode.UNKNOWN_ARGUMENT, "ComfyUI passed arguments in a way that is not known")
 NOT_PLAIN = _native_plan(RefusalCode.TENSOR_TYPE, "query, key, value or attn_mask is no plain dense tensor")
-
-
-def _block_key(keywords: dict[str, Any]) -> tuple[Any, ...] | None:
-    """What the model says about the block that a call is in; None when it says nothing."""
-    options = keywords.get("transformer_options") or {}
-    block = (options.get("block"), options.get("block_type"), options.get("block_index"))
-    return None if block == (None, None, None) else block
-
-
-def _describe_block(keywords: dict[str, Any]) -> str | None:
-    """The block as people name it: "double 3", "input 4, 0", "block 5"."""
-    key = _block_key(keywords)
-    if key is None:
-        return None
-    block, block_type, index = key
-    if isinstance(block, tuple):
-        return " ".join(map(str, block)) + ("" if index is None else f", {index}")
-    return f"{block_type or 'block'} {index}"
 
 
 def describe_function(function: Any) -> str:

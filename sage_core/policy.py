@@ -13,6 +13,9 @@ SMOOTH_K_CHOICES = ("auto", "off", "on")
 USE_NATIVE = "use native"
 STOP = "stop with an error"
 UNAVAILABLE_CHOICES = (USE_NATIVE, STOP)
+TOLERANCES = {"normal (0.10)": 0.10, "strict (0.05)": 0.05, "off": None}
+"""Relative L2 of the worst head up to which a quantized kernel may serve a site; None checks nothing."""
+NORMAL_TOLERANCE = "normal (0.10)"
 MAX_BLOCK = 9_999
 """No model has so many blocks; it keeps a mistyped range from filling memory."""
 
@@ -36,6 +39,7 @@ class Policy:
     skip_blocks: frozenset[int] = frozenset()
     if_unavailable: str = USE_NATIVE
     allow_hub_download: bool = False
+    tolerance: float | None = TOLERANCES[NORMAL_TOLERANCE]
 
     @classmethod
     def from_widgets(
@@ -49,6 +53,7 @@ class Policy:
         skip_blocks: str,
         if_unavailable: str,
         allow_hub_download: bool,
+        tolerance: str,
     ) -> Policy:
         """The checked policy; raises PolicyError for a value that is not allowed.
 
@@ -58,6 +63,7 @@ class Policy:
         _check_choice("kernel", kernel, kernels)
         _check_choice("smooth_k", smooth_k, SMOOTH_K_CHOICES)
         _check_choice("if_unavailable", if_unavailable, UNAVAILABLE_CHOICES)
+        _check_choice("tolerance", tolerance, TOLERANCES)
         if not isinstance(allow_hub_download, bool):
             raise PolicyError(f"allow_hub_download is {allow_hub_download!r}; allowed: true or false")
         start = _check_fraction("start_percent", start_percent)
@@ -72,6 +78,7 @@ class Policy:
             skip_blocks=parse_blocks(skip_blocks),
             if_unavailable=if_unavailable,
             allow_hub_download=allow_hub_download,
+            tolerance=TOLERANCES[tolerance],
         )
 
     def to_json(self) -> dict[str, Any]:

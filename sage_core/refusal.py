@@ -47,6 +47,9 @@ class RefusalCode(str, Enum):
     OUT_OF_MEMORY = "out_of_memory"
     KERNEL_ERROR = "kernel_error"
     NOT_WORTHWHILE = "not_worthwhile"
+    # What the checks found on the model's own tensors.
+    ACCURACY = "accuracy"
+    NOT_FINITE = "not_finite"
 
 
 ADVICE: dict[RefusalCode, str] = {
@@ -82,6 +85,8 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.TRIAL: "Update or reinstall the package: on a small known example it gave a wrong result.",
     RefusalCode.OUT_OF_MEMORY: "Lower the resolution or free VRAM; the next run tries again.",
     RefusalCode.KERNEL_ERROR: "See the log for the kernel's own error; restart ComfyUI to try it again.",
+    RefusalCode.ACCURACY: "Nothing to do: exact attention serves this site, where the kernel is not accurate enough.",
+    RefusalCode.NOT_FINITE: "Nothing to do: native attention took over. bf16 values beyond fp16's range do this.",
     RefusalCode.NOT_WORTHWHILE: "Nothing to do: exact attention is expected to be as fast for this shape.",
 }
 """What a person can do about each code."""

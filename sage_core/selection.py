@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from .backends.base import Backend, Kernel
 from .backends.starting_order import Preference
+from .checking import SiteAccuracy
 from .policy import Policy
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
@@ -26,6 +27,8 @@ class Use(NamedTuple):
     expand_kv: bool
     smooth_k: bool | None
     """Whether key is smoothed; None for a kernel without the switch."""
+    accuracy: SiteAccuracy | None = None
+    """What the check at the site found; None where nothing is checked."""
 
     def keywords(self, spec: AttentionSpec) -> dict[str, Any]:
         """The keywords of the kernel function, attn_mask apart."""
@@ -50,9 +53,16 @@ class Plan:
     spec: AttentionSpec | None
     block: str | None
     verdicts: tuple[Verdict, ...] = ()
-    smooth_k: bool | None = None
+    use: Use | None = None
     serve: Callable[..., Any] | None = None
     """ComfyUI's (query, key, value, mask) -> output, or the Refusal of a kernel that raised; None for native."""
+
+    look: Callable[..., Any] | None = None
+    """(query, key, value, mask, output) -> errors on the device, for a later check; None for exact kernels."""
+
+    @property
+    def quantized(self) -> bool:
+        return self.use is not None and not self.use.backend.exact
 
     def reasons(self) -> Iterator[tuple[str, Refusal]]:
         """(kernel, refusal) for all that kept the kernels before the chosen one from serving."""
@@ -62,7 +72,8 @@ class Plan:
 
 
 Load = Callable[[Backend], "Kernel | tuple[Refusal, ...]"]
-Trial = Callable[[Use], "Refusal | None"]
+Trial = Callable[[Use], "Use | Refusal"]
+"""Runs the kernel before it serves: the use as it may serve, smoothing decided, or why it may not."""
 
 
 def select(
@@ -118,12 +129,11 @@ def _judge(
         kernel=kernel,
         layout=support.tensor_layouts[0],
         expand_kv=spec.enable_gqa and "enable_gqa" not in kernel.options,
-        # until a site is measured, "auto" leaves smoothing off: that loses a little where keys share an offset, while
-        # smoothing breaks models with one huge channel
+        # "auto" starts without smoothing: where it helps, the check of the site finds out
         smooth_k=policy.smooth_k == "on" if "smooth_k" in kernel.options else None,
     )
-    failed = trial(use)
-    return use if failed is None else (failed,)
+    tried = trial(use)
+    return tried if isinstance(tried, Use) else (tried,)
 
 
 def _too_large(spec: AttentionSpec, backend: Backend) -> Refusal | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
 
 import torch
 
+from .backends import STARTING_ORDER, Preference
 from .backends.base import Backend, Kernel
 from .environment import Environment, package_build
 from .refusal import Refusal, RefusalCode
@@ -24,8 +25,15 @@ logger = logging.getLogger("sagescope")
 class Session:
     """One per process, handed to every Dispatcher. Holds no tensor and no model."""
 
-    def __init__(self, backends: Sequence[Backend], environment: Environment | None = None, host: str = "") -> None:
+    def __init__(
+        self,
+        backends: Sequence[Backend],
+        environment: Environment | None = None,
+        host: str = "",
+        order: Mapping[str, Sequence[Preference]] = STARTING_ORDER,
+    ) -> None:
         self.backends = tuple(backends)
+        self.order = order
         self.host = host
         self.generation = 0
         """Raised when a kernel is retired: plans made before may name it."""
@@ -77,6 +85,13 @@ class Session:
             if refusal is not None and refusal.code is RefusalCode.KERNEL_ERROR:
                 self.retire(use.backend.name, device, refusal)
             return refusal
+
+    def after_failure(self, name: str, device: torch.device, refusal: Refusal) -> Refusal:
+        """Retire a kernel that raised, unless it only ran out of memory; gives the refusal back."""
+        if refusal.code is not RefusalCode.OUT_OF_MEMORY:
+            self.retire(name, device, refusal)
+            logger.warning("SageScope: %s. It is not used again until ComfyUI restarts.", refusal.detail)
+        return refusal
 
     def retire(self, name: str, device: torch.device, refusal: Refusal) -> None:
         """Take a kernel out on one device until ComfyUI restarts."""

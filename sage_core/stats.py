@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -9,6 +10,7 @@ from collections.abc import Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from .checking import SiteAccuracy
 from .refusal import Refusal
 
 if TYPE_CHECKING:
@@ -44,8 +46,14 @@ class Run:
         """Set after running out of memory: the rest of the run is native for this reason."""
         self.replaced_by: str | None = None
         """The override that stands where ours was put, when another node downstream took the place."""
+        self.rescued = 0
+        """Forwards that were run again because their output was not finite."""
+        self.model_not_finite = False
+        """Native attention gave NaN or Inf too: the rest of the run is left as it comes."""
         self.window: tuple[float, float] | None = None
         """The sigmas of start_percent and end_percent, high to low; None when every step is inside."""
+        self._worst: dict[tuple[int, Plan], tuple[int, SiteAccuracy]] = {}
+        """The largest error that the checks in the middle of the run found, with the step."""
         self._calls: Counter[tuple[int, Plan]] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._lock = threading.Lock()
@@ -65,6 +73,17 @@ class Run:
         if len(self._calls) > MAX_COUNTERS:
             calls = ((-1, plan) for _, plan in calls)
         self._calls.update(calls)
+
+    def is_check_step(self) -> bool:
+        """The quantized sites are checked at this step: the first of the run and three more, spread over it."""
+        total = self.total_steps or 0
+        return self.step in {0, total // 4, total // 2, total * 3 // 4}
+
+    def record_accuracy(self, site: int, plan: Plan, accuracy: SiteAccuracy) -> None:
+        with self._lock:
+            before = self._worst.get((site, plan))
+            if before is None or not accuracy.worst_head_relative_l2 <= before[1].worst_head_relative_l2:
+                self._worst[site, plan] = self.step, accuracy
 
     def note(self, text: str) -> None:
         """Remember an event of this run, with the step it happened at."""
@@ -87,6 +106,7 @@ class Run:
             calls = dict(self._calls)
             forwards = self.forwards
             events = list(self._events)
+            worst = dict(self._worst)
         total = sum(calls.values())
         by_plan: Counter[Plan] = Counter()
         for (_, plan), number in calls.items():
@@ -106,7 +126,8 @@ class Run:
             "calls_by_kernel": _calls_by_kernel(by_plan, total),
             "refusals": _refusals(by_plan),
             "shapes": _shapes(by_plan),
-            "sites": _sites(calls),
+            "sites": _sites(calls, worst),
+            "rescued_forwards": self.rescued,
             "events": events,
             "override_replaced_by": self.replaced_by,
         }
@@ -152,7 +173,9 @@ def _shapes(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
     ]
 
 
-def _sites(calls: dict[tuple[int, Plan], int]) -> list[dict[str, Any]]:
+def _sites(
+    calls: dict[tuple[int, Plan], int], worst: dict[tuple[int, Plan], tuple[int, SiteAccuracy]]
+) -> list[dict[str, Any]]:
     """One row per site and plan, in the order in which a forward makes the calls; calls without a site come last."""
     rows = sorted(calls.items(), key=lambda item: (item[0][0] < 0, item[0][0], -item[1]))
     return [
@@ -160,13 +183,30 @@ def _sites(calls: dict[tuple[int, Plan], int]) -> list[dict[str, Any]]:
             "site": site if site >= 0 else None,
             "block": plan.block,
             "kernel": plan.kernel,
-            "smooth_k": plan.smooth_k,
+            "smooth_k": plan.use.smooth_k if plan.use else None,
+            "accuracy": accuracy_to_json(plan, worst.get((site, plan))),
             "spec": None if plan.spec is None else plan.spec.describe(),
             "calls": number,
             "reasons": [refusal.code.value for _, refusal in plan.reasons()],
         }
         for (site, plan), number in rows
     ]
+
+
+def accuracy_to_json(plan: Plan, later: tuple[int, SiteAccuracy] | None) -> dict[str, Any] | None:
+    """The largest error found at a site: when its plan was made (step null) or at a later check."""
+    first = plan.use.accuracy if plan.use else None
+    found: list[tuple[int | None, SiteAccuracy]] = [(None, first)] if first else []
+    found += [later] if later else []
+    if not found:
+        return None
+    step, accuracy = max(found, key=lambda entry: nan_to_infinity(entry[1].worst_head_relative_l2))
+    numbers = {name: value if math.isfinite(value) else None for name, value in accuracy._asdict().items()}
+    return {"step": step, **numbers}
+
+
+def nan_to_infinity(value: float) -> float:
+    return math.inf if math.isnan(value) else value
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:

@@ -7,15 +7,19 @@ import threading
 
 import pytest
 
+from sage_core.backends.base import Kernel
+from sage_core.checking import SiteAccuracy
 from sage_core.refusal import Refusal, RefusalCode
-from sage_core.selection import Plan, Verdict
+from sage_core.selection import Plan, Use, Verdict
 from sage_core.spec import MaskKind
 from sage_core.stats import MAX_COUNTERS, MAX_EVENTS, MAX_RUNS, OUTSIDE, Run, Stats, spec_to_json
-from tests.unit.conftest import make_spec
+from tests.unit.conftest import attention, fake_backend, make_spec
 
 TOO_LONG = Refusal(RefusalCode.HEAD_DIM, "head_dim is 160; a takes 64")
 MASKED = Refusal(RefusalCode.ATTN_MASK, "attn_mask is bool; a takes none")
-SERVED = Plan("a", make_spec(), "double 0", (Verdict("a", ()),), smooth_k=True)
+ACCURATE = SiteAccuracy(relative_l2=0.03, worst_head_relative_l2=0.05, cosine=0.999)
+USE = Use(fake_backend(name="a"), Kernel(attention), "NHD", expand_kv=False, smooth_k=True, accuracy=ACCURATE)
+SERVED = Plan("a", make_spec(), "double 0", (Verdict("a", ()),), USE)
 REFUSED = Plan(
     "native", make_spec(head_dim=160), "double 1", (Verdict("a", (TOO_LONG, MASKED)), Verdict("b", (MASKED,)))
 )
@@ -92,11 +96,13 @@ def test_sites_are_in_the_order_of_the_forward_and_calls_without_a_site_come_las
         "block": "double 1",
         "kernel": "native",
         "smooth_k": None,
+        "accuracy": None,
         "spec": make_spec(head_dim=160).describe(),
         "calls": 1,
         "reasons": ["head_dim", "attn_mask", "attn_mask"],
     }
     assert (sites[0]["smooth_k"], sites[0]["reasons"]) == (True, [])
+    assert sites[0]["accuracy"] == {"step": None, **ACCURATE._asdict()}
 
 
 def test_shapes_that_differ_in_their_offset_only_are_one():
