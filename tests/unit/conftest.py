@@ -164,9 +164,13 @@ def make_session(*backends: Backend, **fields: Any) -> Session:
 def make_dispatcher(
     *backends: Backend, session: Session | None = None, previous: Any = None, host_context: Any = None, **policy: Any
 ) -> Dispatcher:
-    """A dispatcher that is told to use the first backend, unless ``kernel`` names another choice."""
+    """A dispatcher that is told to use the first backend, unless ``kernel`` names another choice.
+
+    Sites are not checked unless ``tolerance`` says so: most tests are about something else and count kernel calls.
+    """
     session = session or make_session(*backends)
     policy.setdefault("kernel", session.backends[0].name)
+    policy.setdefault("tolerance", None)
     return Dispatcher(Policy(**policy), session, previous, host_context or (lambda: (None, None)))
 
 
