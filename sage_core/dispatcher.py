@@ -225,8 +225,10 @@ class Dispatcher:
         if not self.policy.whole_schedule:
             # asked now, not in the node: nodes after ours may change the schedule
             sampling = patcher.get_model_object("model_sampling")
-            percents = (self.policy.start_percent, self.policy.end_percent)
-            run.window = (sampling.percent_to_sigma(percents[0]), sampling.percent_to_sigma(percents[1]))
+            ends = [sampling.percent_to_sigma(at) for at in (self.policy.start_percent, self.policy.end_percent)]
+            # in float32 as the sampler's sigmas are, so that a step exactly at an end is inside
+            first, last = torch.tensor(ends, dtype=torch.float32).tolist()
+            run.window = (first, last)
 
         def count_step(step: int, *progress: Any) -> Any:
             run.step = step + 1

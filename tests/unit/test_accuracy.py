@@ -21,7 +21,7 @@ FP64 = {"rtol": 1e-12, "atol": 1e-13}
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def example(qo_len: int, kv_len: int, head_dim: int = 64, heads=(4, 4), batch: int = 1, dtype=torch.float32):
@@ -110,7 +110,7 @@ def test_only_equal_shapes_are_compared(shape):
     heads=st.sampled_from([(1, 1), (3, 3), (4, 1), (8, 2), (7, 1), (14, 2)]),
     batch=st.integers(1, 3),
     tensor_layout=st.sampled_from(["HND", "NHD"]),
-    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    dtype=st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64]),
     limit=st.sampled_from([2**16, 2**17, 2**20]),
 )
 def test_exact_attention_is_exact(qo_len, kv_len, head_dim, heads, batch, tensor_layout, dtype, limit):
@@ -180,8 +180,9 @@ class Largest(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("tokens", "sampled"), [(2048, False), (8192, False), (8192, True), (200_000, True)])
-def test_temporaries_stay_below_one_bound_for_any_number_of_tokens(tokens, sampled):
+@pytest.mark.parametrize(("tokens", "sampled"), [(1024, False), (4096, False), (4096, True), (100_000, True)])
+def test_temporaries_stay_below_one_bound_for_any_number_of_tokens(monkeypatch, tokens, sampled):
+    monkeypatch.setattr(blockwise, "_ELEMENTS_ON_CPU", 2**16)
     query, key, value = (normal(1, tokens, heads, 64, dtype=torch.bfloat16) for heads in (2, 1, 1))
     mask = torch.ones(1, 1, 1, tokens, dtype=torch.bool)
     rows = sample_rows(tokens) if sampled else None
@@ -189,7 +190,7 @@ def test_temporaries_stay_below_one_bound_for_any_number_of_tokens(tokens, sampl
     with Largest(shape) as largest:
         output = exact_attention(query, key, value, "NHD", attn_mask=mask, rows=rows)
     assert output.shape == shape
-    assert 0 < largest.nbytes <= 4 * blockwise.element_limit(query.device)
+    assert 0 < largest.nbytes <= 4 * 2**16
 
 
 @settings(deadline=None, derandomize=True)
@@ -203,7 +204,7 @@ def test_sampled_rows_are_spread_with_both_ends_and_the_last_tile(qo_len, count,
     assert max((high - low for low, high in itertools.pairwise(rows)), default=0) <= 2 * math.ceil(qo_len / (count - 3))
 
 
-@pytest.mark.parametrize("qo_len", [4096, 4608, 32_760])
+@pytest.mark.parametrize("qo_len", [4608, 8000, 32_000])
 def test_sampled_rows_do_not_keep_meeting_the_same_place(qo_len):
     rows = sample_rows(qo_len)
     for period in (16, 32, 64):  # rows of a tile, columns of an image

@@ -6,7 +6,7 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_core.policy import MAX_BLOCK, Policy, PolicyError, parse_blocks
@@ -101,6 +101,7 @@ def test_blocks_are_numbers_and_ranges(text, blocks):
 
 
 @given(st.text(alphabet="0123456789-,; x٣\n", max_size=30))
+@settings(deadline=None)
 def test_any_text_is_either_blocks_or_a_policy_error(text):
     try:
         blocks = parse_blocks(text)
@@ -110,6 +111,7 @@ def test_any_text_is_either_blocks_or_a_policy_error(text):
 
 
 @given(st.sets(st.integers(0, 200), max_size=20))
+@settings(deadline=None)
 def test_blocks_written_out_are_read_back(blocks):
     assert parse_blocks(", ".join(map(str, blocks))) == blocks
 

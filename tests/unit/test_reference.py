@@ -27,7 +27,7 @@ FP8_BOUND = 0.045
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
 
 
 def example(qo_len: int, kv_len: int, head_dim: int = 64, heads=(4, 4), batch: int = 1, dtype=torch.float32):
@@ -89,13 +89,13 @@ def test_golden_value(keys, sign):
 
 
 def test_golden_value_fp8():
-    # Channel 0 has step 1: 17 is a tie between the e4m3 neighbours 16 and 18 and goes to 16. Channel 1 has step
-    # 1 / 448: its 1 is kept. The weight 2 ** 8.807 = 447.9 becomes 448.
-    value = torch.tensor([[448.0, 0.5], [17.0, 1.0]]).view(1, 1, 2, 2)
+    # Channel 0 has step 1: 17 is a tie between the e4m3 neighbours 16 and 18 and goes to 16. Channel 1 has a step of
+    # its own, 1e-4 / 448: its 1e-4 is kept, where a step of 1 makes it 0. The weight 2 ** 8.807 = 447.9 becomes 448.
+    value = torch.tensor([[448.0, 5e-5], [17.0, 1e-4]]).view(1, 1, 2, 2)
     mask = torch.tensor([False, True]).view(1, 1, 1, 2)
     query = key = torch.zeros(1, 1, 2, 2)
     output = int8_attention(query, key, value, tensor_layout="HND", attn_mask=mask, pv_dtype="float8_e4m3")
-    expected = torch.tensor([16.0, 1.0]) * 448 / 2**8.807
+    expected = torch.tensor([16.0, 1e-4]) * 448 / 2**8.807
     torch.testing.assert_close(output[0, 0, 0], expected, rtol=1e-5, atol=0)
 
 
@@ -209,13 +209,14 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("pv_dtype", ["float16", "float8_e4m3"])
-@pytest.mark.parametrize("tokens", [2048, 8192])
-def test_temporaries_stay_below_one_bound_for_any_number_of_tokens(tokens, pv_dtype):
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_temporaries_stay_below_one_bound_for_any_number_of_tokens(monkeypatch, tokens, pv_dtype):
+    monkeypatch.setattr(blockwise, "_ELEMENTS_ON_CPU", 2**16)
     query, key, value = (normal(1, tokens, heads, 64, dtype=torch.bfloat16) for heads in (2, 1, 1))
     mask = torch.ones(1, 1, 1, tokens, dtype=torch.bool)
     with Largest(query.shape) as largest:
         int8_attention(query, key, value, tensor_layout="NHD", attn_mask=mask, pv_dtype=pv_dtype)
-    assert 0 < largest.nbytes <= 4 * blockwise.element_limit(query.device)
+    assert 0 < largest.nbytes <= 4 * 2**16
 
 
 @pytest.mark.parametrize("limit", [2**13, 2**14, 2**17])
@@ -224,7 +225,8 @@ def test_the_cut_into_blocks_does_not_matter(monkeypatch, limit):
     mask = normal(3, 8, 300, 200)
     expected = int8_attention(*tensors, tensor_layout="HND", attn_mask=mask)
     monkeypatch.setattr(blockwise, "_ELEMENTS_ON_CPU", limit)
-    torch.testing.assert_close(int8_attention(*tensors, tensor_layout="HND", attn_mask=mask), expected)
+    output = int8_attention(*tensors, tensor_layout="HND", attn_mask=mask)
+    assert compare(output, expected).relative_l2 < 1e-4  # the last bit of fp16 weights may differ, a step would be 1e-2
 
 
 @pytest.mark.parametrize("pv_dtype", ["float16", "float8_e4m3"])
