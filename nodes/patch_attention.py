@@ -9,6 +9,7 @@ from comfy_api.latest import io
 
 from ..sage_core import (
     AUTO,
+    COMPARE_CHOICES,
     KERNEL_CHOICES,
     NORMAL_TOLERANCE,
     SMOOTH_K_CHOICES,
@@ -105,6 +106,16 @@ class ApplySageAttention(io.ComfyNode):
                     tooltip=(
                         "How far a quantized kernel may be from exact attention (relative L2 of the worst head, on the "
                         "model's own tensors) to serve a site. off checks nothing."
+                    ),
+                ),
+                io.Combo.Input(
+                    "compare_with_native",
+                    options=list(COMPARE_CHOICES),
+                    default=COMPARE_CHOICES[0],
+                    tooltip=(
+                        "Run one forward natively as well, to measure what the kernels bring and what they change. "
+                        "'first time' does it once per model and size; with kernel on auto, a plan that is not faster "
+                        "is dropped."
                     ),
                 ),
             ],

@@ -4,6 +4,7 @@ from .backends import BACKENDS
 from .dispatcher import Dispatcher
 from .policy import (
     AUTO,
+    COMPARE_CHOICES,
     NATIVE_ONLY,
     NORMAL_TOLERANCE,
     SMOOTH_K_CHOICES,
@@ -25,6 +26,7 @@ KERNEL_CHOICES = (AUTO, NATIVE_ONLY, *(backend.name for backend in BACKENDS))
 __all__ = [
     "AUTO",
     "BACKENDS",
+    "COMPARE_CHOICES",
     "KERNEL_CHOICES",
     "NATIVE_ONLY",
     "NORMAL_TOLERANCE",

@@ -21,7 +21,6 @@ CallKey = tuple[Any, ...]
 
 
 def decision_key(
-    place: tuple[Any, ...],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -34,9 +33,8 @@ def decision_key(
 ) -> CallKey | None:
     """Everything that a decision about a call rests on, cheap to build and to hash; calls with equal keys are alike.
 
-    ``place`` is what the caller knows besides the arguments. None for tensors that have no plain shape and strides;
-    raises TypeError for arguments that ComfyUI's attention functions do not have. A key outlives the call, so no tensor
-    is in it.
+    None for tensors that have no plain shape and strides; raises TypeError for arguments that ComfyUI's attention
+    functions do not have. A key outlives the call, so no tensor is in it.
     """
     if type(query) is not Tensor or type(key) is not Tensor or type(value) is not Tensor:
         return None
@@ -47,7 +45,6 @@ def decision_key(
     scale = extra.get("scale")
     try:
         return (
-            place,
             query.shape,
             key.shape,
             value.shape,

@@ -17,7 +17,9 @@ from torch.compiler import is_compiling
 from .backends.base import Backend, Kernel
 from .call import AttentionCall, CallKey, Native, decision_key
 from .checking import SiteAccuracy
-from .finite import all_finite
+from .comparing import Comparison, compare_forwards, obstacle
+from .device import waiter
+from .outputs import all_finite, tensors_of
 from .planning import Planner, block_key
 from .policy import AUTO, NATIVE_ONLY, Policy
 from .refusal import Refusal, RefusalCode
@@ -28,8 +30,15 @@ from .stats import Run, Stats
 
 logger = logging.getLogger("sagescope")
 
+OVERRIDE = "optimized_attention_override"
+"""Where ComfyUI looks for an attention override among the transformer_options."""
+OWN_KEY = "sagescope"
+"""The key of our wrappers and of the dispatcher among a model's attachments."""
 MAX_PLANS = 20_000
 """Plans kept per model; a queue with ever new resolutions starts afresh beyond it."""
+
+Place = tuple[int, "Refusal | None"]
+"""Where in a forward a call is, and what keeps it native there."""
 
 HostContext = Callable[[], tuple["str | None", "str | None"]]
 """Asks ComfyUI for (prompt_id, node_id) of the node that is being executed."""
@@ -40,13 +49,15 @@ class Forward:
 
     ``reason`` keeps all of it native. ``watch`` is told of every call whose plan is not new, with the output of its
     kernel (None for native), before the output goes back to the model; ``seen`` is what it gathers, on the device.
+    ``extra`` says that the forward is made for a comparison only.
     """
 
-    __slots__ = ("block", "block_number", "plans", "reason", "run", "seen", "watch")
+    __slots__ = ("block", "block_number", "extra", "plans", "reason", "run", "seen", "watch")
 
-    def __init__(self, run: Run, reason: Refusal | None) -> None:
+    def __init__(self, run: Run, reason: Refusal | None, extra: bool = False) -> None:
         self.run = run
         self.reason = reason
+        self.extra = extra
         self.plans: list[Plan] = []
         self.watch: Watch | None = None
         self.seen: list[tuple[int, Plan, torch.Tensor]] = []
@@ -78,9 +89,11 @@ class Dispatcher:
         self._host_context = host_context
         self._skips_blocks = bool(policy.skip_blocks)
         self._planner = Planner(policy, session)
-        self._plans: dict[CallKey | None, Plan] = {}
-        self._banned: dict[CallKey, tuple[Verdict, ...]] = {}
-        """Kernels that failed a check at a site, by the key of its plan."""
+        self._plans: dict[CallKey | None, dict[Place, Plan]] = {}
+        """By what is alike first: that many keys stay in the processor's cache, a key for each site would not."""
+        self._count = 0
+        self._banned: dict[tuple[CallKey, Place], tuple[Verdict, ...]] = {}
+        """Kernels that failed a check at a site."""
         self._generation = session.generation
         self._threads = threading.local()
         self._run: Run | None = None
@@ -102,12 +115,14 @@ class Dispatcher:
         site = len(plans)
         reason = self._block_refusal(forward, kwargs) if self._skips_blocks else forward.reason
         try:
-            plan = self._plans.get(decision_key((site, reason), *args, **kwargs))
+            alike = self._plans.get(decision_key(*args, **kwargs))
         except TypeError:
-            plan = UNREADABLE
+            plan: Plan | None = UNREADABLE
+        else:
+            plan = None if alike is None else alike.get((site, reason))
         fresh = plan is None
         if plan is None:
-            plan = self._new_plan(forward, (site, reason), args, kwargs)
+            plan = self._new_plan(forward, (site, reason), func, args, kwargs)
         plans.append(plan)
         output: Any = None
         if plan.serve is not None:
@@ -120,6 +135,9 @@ class Dispatcher:
             forward.watch(forward, site, plans[site], (*args[:3], mask), output)
         if output is not None:
             return output  # type: ignore[no-any-return]
+        return self._native(func, args, kwargs)
+
+    def _native(self, func: Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         return func(*args, **kwargs) if self.previous is None else self.previous(func, *args, **kwargs)
 
     @torch.compiler.disable
@@ -139,21 +157,31 @@ class Dispatcher:
             run.record_outside(forward.plans)
 
     def _new_plan(
-        self, forward: Forward, place: tuple[int, Refusal | None], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, forward: Forward, place: Place, func: Native, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Plan:
         """The plan for a call whose like was not seen before, kept for the next ones."""
-        key = decision_key(place, *args, **kwargs)
+        key = decision_key(*args, **kwargs)
         if key is None:
             return NOT_PLAIN
-        plan = self._planner.plan(AttentionCall.from_comfy(*args, **kwargs), place[1], self._banned.get(key, ()))
+        plan = self._planner.plan(
+            AttentionCall.from_comfy(*args, **kwargs),
+            place[1],
+            lambda: self._native(func, args, kwargs),
+            self._banned.get((key, place), ()),
+        )
         full = next((refusal for _, refusal in plan.reasons() if refusal.code is RefusalCode.OUT_OF_MEMORY), None)
         if full is not None and full is not place[1]:  # met by a trial just now: the next run tries again
             self._leave_to_native(forward, full)
             return plan
-        if len(self._plans) >= MAX_PLANS:
-            self._plans.clear()
-        self._plans[key] = plan
+        if self._count >= MAX_PLANS:
+            self._forget_plans()
+        self._plans.setdefault(key, {})[place] = plan
+        self._count += 1
         return plan
+
+    def _forget_plans(self) -> None:
+        self._plans.clear()
+        self._count = 0
 
     def _block_refusal(self, forward: Forward, kwargs: dict[str, Any]) -> Refusal | None:
         """Why the call's forward or its block stays native; counts blocks as the forward reaches them."""
@@ -188,17 +216,19 @@ class Dispatcher:
         generation = self.session.generation
         if self._generation != generation:
             self._generation = generation
-            self._plans.clear()
+            self._forget_plans()
 
     def _ban(self, plans: Iterable[Plan], refusal_of: Callable[[Plan], Refusal]) -> None:
         """Keep each plan's kernel from its site; the next call there is planned without it."""
         banned = set(plans)
         if len(self._banned) >= MAX_PLANS:
             self._banned.clear()
-        for key in [key for key, plan in self._plans.items() if plan in banned]:
-            plan = self._plans.pop(key)
-            if key is not None:
-                self._banned[key] = (*self._banned.get(key, ()), Verdict(plan.kernel, (refusal_of(plan),)))
+        for key, alike in self._plans.items():
+            for place in [place for place, plan in alike.items() if plan in banned]:
+                plan = alike.pop(place)
+                verdict = Verdict(plan.kernel, (refusal_of(plan),))
+                if key is not None:
+                    self._banned[key, place] = (*self._banned.get((key, place), ()), verdict)
 
     # -- one run, one forward
 
@@ -247,6 +277,7 @@ class Dispatcher:
         finally:
             self._run = around
             run.close(status)
+            self.session.measurements.flush()
             logger.info("SageScope: %s", run.summary())
 
     def apply_model(self, executor: Any, x: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -254,10 +285,17 @@ class Dispatcher:
         self._forget_retired()
         run = self._current_run()
         options = kwargs.get("transformer_options") or (args[3] if len(args) > 3 else None) or {}
-        override = options.get("optimized_attention_override")
+        override = options.get(OVERRIDE)
         if override != self.attend and run.replaced_by is None:
             run.replaced_by = describe_function(override)
         reason = self._whole_forward_refusal(run, t)
+        key = self._forward_key(executor, (x, *args, *kwargs.values()))
+        if reason is None:
+            reason = self._not_faster(key)
+        silent = run.silent_plans(key, reason)
+        if silent is not None and override == self.attend:
+            run.record(silent)
+            return self._run_without_override(executor, x, t, args, kwargs, options)
 
         def run_forward(forward: Forward) -> Any:
             around = getattr(self._threads, "forward", None)
@@ -266,12 +304,78 @@ class Dispatcher:
                 return executor(x, t, *args, **kwargs)
             finally:
                 self._threads.forward = around
-                run.record(forward.plans)
+                run.record(forward.plans, extra=forward.extra)
 
         forward = Forward(run, reason)
-        if run.is_check_step():
+        if run.takes_check():
             forward.watch = _check
-        return self._approve(forward, run_forward(forward), run_forward)
+        output = self._approve(forward, run_forward(forward), run_forward)
+        if all(plan.serve is None for plan in forward.plans):
+            run.silence(key, reason, forward.plans)
+        elif self._compares(run, key, options):
+            output = self._compare(run, key, run_forward, waiter(t))
+        return output
+
+    def _run_without_override(
+        self, executor: Any, x: Any, t: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
+    ) -> Any:
+        """A forward that is native at every site, without a way through us: at exactly native speed."""
+        bare = {name: value for name, value in options.items() if name != OVERRIDE}
+        if self.previous is not None:
+            bare[OVERRIDE] = self.previous
+        if "transformer_options" in kwargs:
+            return executor(x, t, *args, **{**kwargs, "transformer_options": bare})
+        return executor(x, t, *args[:3], bare, *args[4:], **kwargs)
+
+    def _forward_key(self, executor: Any, inputs: Iterable[Any]) -> str:
+        """What makes two forwards alike: model, sizes of the inputs, and what the person chose."""
+        base_model = getattr(executor, "class_obj", None)
+        model = type(getattr(base_model, "diffusion_model", base_model))
+        sizes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(list(inputs))]
+        return f"{model.__module__}.{model.__qualname__} {sizes} {self.policy.plan_key()}"
+
+    def _not_faster(self, key: str) -> Refusal | None:
+        """Why a forward is native as a whole: it was compared, and the plan did not pay off."""
+        if self.policy.kernel != AUTO:
+            return None
+        known = Comparison.from_json(self.session.measurements.get("forwards", key))
+        if known is None or known.faster:
+            return None
+        detail = f"the whole model call took {known.plan_ms:.4g} ms with kernels and {known.native_ms:.4g} ms natively"
+        return Refusal(RefusalCode.NOT_WORTHWHILE, detail)
+
+    def _compares(self, run: Run, key: str, options: dict[str, Any]) -> bool:
+        """Whether this forward is to be run natively as well; notes it where something is in the way."""
+        when = self.policy.compare_with_native
+        if when == "never" or run.comparison_of(key) is not None or run.exact_from_now_on is not None:
+            return False
+        known = Comparison.from_json(self.session.measurements.get("forwards", key))
+        if when == "first time" and known is not None:
+            run.compared(key, known, remembered=True)
+            return False
+        in_the_way = obstacle(options, OWN_KEY)
+        if in_the_way is not None:
+            run.note_once(f"not compared with native: {in_the_way}")
+        return in_the_way is None
+
+    def _compare(self, run: Run, key: str, run_forward: Callable[[Forward], Any], wait: Callable[[], object]) -> Any:
+        """Run the forward both ways, remember what came of it, and hand on the better one's output."""
+        natively = Refusal(RefusalCode.COMPARED, "the forward was run natively as well, to compare")
+
+        def native() -> Any:
+            return run_forward(Forward(run, natively, extra=True))
+
+        def plan() -> Any:
+            forward = Forward(run, None, extra=True)
+            return self._approve(forward, run_forward(forward), run_forward)
+
+        comparison, native_output, plan_output = compare_forwards(native, plan, wait)
+        self.session.measurements.put("forwards", key, comparison._asdict())
+        run.compared(key, comparison, remembered=False)
+        if self.policy.kernel != AUTO or comparison.faster:
+            return plan_output
+        run.note(f"native from here on: {self._not_faster(key).detail}")  # type: ignore[union-attr]
+        return native_output
 
     def _approve(self, forward: Forward, output: Any, run_forward: Callable[[Forward], Any]) -> Any:
         """The forward's output, or that of another one where a kernel spoilt it.

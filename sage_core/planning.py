@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from .backends import Preference
-from .backends.base import Backend
+from .backends.base import Backend, Kernel
 from .call import AttentionCall, four_axes, shaping
 from .checking import SMOOTHING_GAIN, SiteAccuracy, site_errors
 from .failure import explain
 from .policy import AUTO, NATIVE_ONLY, Policy
+from .ranking import rank
 from .refusal import Refusal, RefusalCode
-from .selection import ANY_KERNEL, NATIVE, Plan, Use, Verdict, select
+from .selection import ANY_KERNEL, NATIVE, Plan, Use, Verdict, judge, select
 from .session import Session
 from .spec import AttentionSpec
+from .timing import Timing, time_candidates
 
 logger = logging.getLogger("sagescope")
 
+MIN_SCORES = 512 * 512
+"""Query times key tokens from which kernels are timed: below, a call takes less than its launch on any GPU."""
+HOST_BOUND_MS = 0.5
+"""A forward whose native attention calls are shorter than this on the device may be limited by the host, which issues
+some ten launches for each: an SDXL-sized one on a big GPU is, with 0.2 ms a call, a FLUX-sized one with 0.8 is not."""
 MAX_LOGGED = 1_000
 """Lines about new plans that one model may write."""
+
+
+Candidate = tuple[Backend, "Preference | None"]
 
 
 class Planner:
@@ -33,10 +44,17 @@ class Planner:
         self.session = session
         self._logged: set[tuple[Any, ...]] = set()
 
-    def plan(self, call: AttentionCall, reason: Refusal | None, banned: Sequence[Verdict] = ()) -> Plan:
+    def plan(
+        self,
+        call: AttentionCall,
+        reason: Refusal | None,
+        native: Callable[[], object],
+        banned: Sequence[Verdict] = (),
+    ) -> Plan:
         """The plan for calls like ``call`` at its site.
 
-        ``reason`` keeps the whole call native. ``banned`` are kernels that failed at this site before, and why.
+        ``native`` runs the call natively, to be timed. ``reason`` keeps the whole call native. ``banned`` are kernels
+        that failed at this site before, and why.
         """
         device = call.query.device
         spec, refusals = call.read(self.session.environment.arch_of(device))
@@ -47,15 +65,16 @@ class Planner:
             refusals = (Refusal(RefusalCode.OBSERVE_ONLY, f"kernel is '{NATIVE_ONLY}'"),)
         if spec is None or refusals:
             return Plan(NATIVE, spec, block, (Verdict(ANY_KERNEL, refusals),))
+        candidates, verdicts = self._candidates(call, spec, native)
         out = {verdict.kernel for verdict in banned}
-        use, verdicts = select(
+        use, looked_at = select(
             spec,
-            ((backend, preference) for backend, preference in self._candidates(spec) if backend.name not in out),
+            [(backend, preference) for backend, preference in candidates if backend.name not in out],
             self.policy,
-            load=lambda backend: self.session.load(backend, device, self.policy.allow_hub_download),
+            load=lambda backend: self._load(backend, device),
             trial=lambda use: self._admit(use, call, spec),
         )
-        verdicts = (*banned, *verdicts)
+        verdicts = (*verdicts, *banned, *looked_at)
         if not verdicts:
             detail = f"this device is {spec.arch}; no kernel is known to be faster than native there"
             verdicts = (Verdict(ANY_KERNEL, (Refusal(RefusalCode.ARCH, detail),)),)
@@ -65,12 +84,70 @@ class Planner:
         look = None if use.backend.exact or self.policy.tolerance is None else _looker(call, spec)
         return Plan(use.backend.name, spec, block, verdicts, use, _server(use, call, spec), look)
 
-    def _candidates(self, spec: AttentionSpec) -> Iterator[tuple[Backend, Preference | None]]:
+    def _load(self, backend: Backend, device: torch.device) -> Kernel | tuple[Refusal, ...]:
+        return self.session.load(backend, device, self.policy.allow_hub_download)
+
+    def _candidates(
+        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object]
+    ) -> tuple[list[Candidate], tuple[Verdict, ...]]:
+        """The kernels to try, best first, and why not the others that were looked at."""
         if self.policy.kernel != AUTO:
-            yield self.session.backend(self.policy.kernel), None
-            return
-        for preference in self.session.order.get(spec.arch, ()):
-            yield self.session.backend(preference.kernel), preference
+            return [(self.session.backend(self.policy.kernel), None)], ()
+        starting_order = self.session.order.get(spec.arch, ())
+        if not starting_order:
+            return [], ()
+        if spec.qo_len * spec.kv_len < MIN_SCORES:
+            detail = f"{spec.qo_len} x {spec.kv_len} tokens are too few for a kernel to save time"
+            return [], (Verdict(ANY_KERNEL, (Refusal(RefusalCode.NOT_WORTHWHILE, detail),)),)
+        found = self._timings(call, spec, native)
+        baseline = found.get(NATIVE)
+        if not isinstance(baseline, Timing):
+            return [(self.session.backend(preference.kernel), preference) for preference in starting_order], ()
+        exact = {backend.name for backend in self.session.backends if backend.exact}
+        ranking = rank(found, exact, NATIVE, host_bound=baseline.device_ms < HOST_BOUND_MS)
+        faster = ranking.order[: ranking.order.index(NATIVE)]
+        dropped = [Verdict(name, (refusal,)) for name, refusal in ranking.refusals.items()]
+        absent = [preference.kernel for preference in starting_order if preference.kernel not in found]
+        for name in absent:
+            judged = self._judge(self.session.backend(name), call, spec)
+            dropped += [Verdict(name, judged)] if not isinstance(judged, Use) else []
+        return [(self.session.backend(name), None) for name in faster], tuple(dropped)
+
+    def _timings(
+        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object]
+    ) -> dict[str, Timing | Refusal]:
+        """The time of every kernel that may serve the call, measured once per spec on the call's own tensors."""
+        key = f"{self.session.device_name(call.query.device)}: {spec._replace(max_offset=0)!r}"
+        known = self.session.measurements.get("kernels", key)
+        if known is not None:
+            timings = {name: Timing.from_json(value) for name, value in known.items()}
+            return {name: timing for name, timing in timings.items() if timing is not None}
+        functions: dict[str, Callable[[], object]] = {NATIVE: native}
+        for backend in self.session.backends:
+            judged = self._judge(backend, call, spec) if backend.auto else ()
+            if isinstance(judged, Use):
+                functions[backend.name] = partial(_server(judged, call, spec), *call[:3], call.mask)
+        found = time_candidates(functions, NATIVE, self.session.stopwatch(call.query.device))
+        refused = {name: refusal for name, refusal in found.items() if isinstance(refusal, Refusal)}
+        for name, refusal in refused.items():
+            if refusal.code is RefusalCode.KERNEL_ERROR:
+                self.session.after_failure(name, call.query.device, refusal)
+        if not any(refusal.code is RefusalCode.OUT_OF_MEMORY for refusal in refused.values()):
+            times = {name: timing._asdict() for name, timing in found.items() if isinstance(timing, Timing)}
+            self.session.measurements.put("kernels", key, times)
+        return found
+
+    def _judge(self, backend: Backend, call: AttentionCall, spec: AttentionSpec) -> Use | tuple[Refusal, ...]:
+        """``judge`` up to the small example; the site's own tensors come once the kernel is chosen."""
+        device = call.query.device
+        return judge(
+            spec,
+            backend,
+            None,
+            self.policy,
+            load=lambda backend: self._load(backend, device),
+            trial=lambda use: self.session.trial(use, spec, device) or use,
+        )
 
     def _admit(self, use: Use, call: AttentionCall, spec: AttentionSpec) -> Use | Refusal:
         """The use as it may serve this site, or why it may not: the small example first, then the site's own tensors.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 AUTO = "auto"
@@ -16,6 +16,7 @@ UNAVAILABLE_CHOICES = (USE_NATIVE, STOP)
 TOLERANCES = {"normal (0.10)": 0.10, "strict (0.05)": 0.05, "off": None}
 """Relative L2 of the worst head up to which a quantized kernel may serve a site; None checks nothing."""
 NORMAL_TOLERANCE = "normal (0.10)"
+COMPARE_CHOICES = ("first time", "every run", "never")
 MAX_BLOCK = 9_999
 """No model has so many blocks; it keeps a mistyped range from filling memory."""
 
@@ -40,6 +41,7 @@ class Policy:
     if_unavailable: str = USE_NATIVE
     allow_hub_download: bool = False
     tolerance: float | None = TOLERANCES[NORMAL_TOLERANCE]
+    compare_with_native: str = "first time"
 
     @classmethod
     def from_widgets(
@@ -54,6 +56,7 @@ class Policy:
         if_unavailable: str,
         allow_hub_download: bool,
         tolerance: str,
+        compare_with_native: str,
     ) -> Policy:
         """The checked policy; raises PolicyError for a value that is not allowed.
 
@@ -64,6 +67,7 @@ class Policy:
         _check_choice("smooth_k", smooth_k, SMOOTH_K_CHOICES)
         _check_choice("if_unavailable", if_unavailable, UNAVAILABLE_CHOICES)
         _check_choice("tolerance", tolerance, TOLERANCES)
+        _check_choice("compare_with_native", compare_with_native, COMPARE_CHOICES)
         if not isinstance(allow_hub_download, bool):
             raise PolicyError(f"allow_hub_download is {allow_hub_download!r}; allowed: true or false")
         start = _check_fraction("start_percent", start_percent)
@@ -79,10 +83,15 @@ class Policy:
             if_unavailable=if_unavailable,
             allow_hub_download=allow_hub_download,
             tolerance=TOLERANCES[tolerance],
+            compare_with_native=compare_with_native,
         )
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "skip_blocks": sorted(self.skip_blocks)}
+
+    def plan_key(self) -> str:
+        """All that plans depend on."""
+        return repr(replace(self, if_unavailable="", compare_with_native=""))
 
     @property
     def whole_schedule(self) -> bool:

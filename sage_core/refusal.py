@@ -13,7 +13,6 @@ class RefusalCode(str, Enum):
     OBSERVE_ONLY = "observe_only"
     OUTSIDE_WINDOW = "outside_window"
     SKIPPED_BLOCK = "skipped_block"
-    NOT_CHOSEN = "not_chosen"
     DOWNLOAD_NOT_ALLOWED = "download_not_allowed"
     # What the model asked for.
     LOW_PRECISION_FORBIDDEN = "low_precision_forbidden"
@@ -28,12 +27,9 @@ class RefusalCode(str, Enum):
     ARCH = "arch"
     DTYPE = "dtype"
     HEAD_DIM = "head_dim"
-    TENSOR_LAYOUT = "tensor_layout"
     ATTN_MASK = "attn_mask"
-    ENABLE_GQA = "enable_gqa"
     SM_SCALE = "sm_scale"
     SMOOTH_K = "smooth_k"
-    QO_LEN = "qo_len"
     KV_LEN = "kv_len"
     SHAPE = "shape"
     OFFSET = "offset"
@@ -50,13 +46,13 @@ class RefusalCode(str, Enum):
     # What the checks found on the model's own tensors.
     ACCURACY = "accuracy"
     NOT_FINITE = "not_finite"
+    COMPARED = "compared"
 
 
 ADVICE: dict[RefusalCode, str] = {
     RefusalCode.OBSERVE_ONLY: "Nothing to do: kernel is set to 'native (observe only)'.",
     RefusalCode.OUTSIDE_WINDOW: "Widen start_percent and end_percent to cover these steps.",
     RefusalCode.SKIPPED_BLOCK: "Remove the block from skip_blocks to have it served.",
-    RefusalCode.NOT_CHOSEN: "Set kernel to 'auto', or choose this kernel by name.",
     RefusalCode.DOWNLOAD_NOT_ALLOWED: "Turn on allow_hub_download once, or fetch the kernel into the local Hub cache.",
     RefusalCode.LOW_PRECISION_FORBIDDEN: "Nothing to do: the model asks for exact attention here.",
     RefusalCode.ATTN_PRECISION: "Nothing to do: the model asks for fp32 attention here.",
@@ -68,12 +64,9 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.ARCH: "Choose a kernel that is made for this GPU, or leave kernel on 'auto'.",
     RefusalCode.DTYPE: "Run the model in bf16 or fp16 (for example with the ModelComputeDtype node).",
     RefusalCode.HEAD_DIM: "Choose a kernel that takes this head_dim, or leave kernel on 'auto'.",
-    RefusalCode.TENSOR_LAYOUT: "Choose another kernel, or leave kernel on 'auto'.",
     RefusalCode.ATTN_MASK: "Choose a kernel that honours attn_mask, or leave kernel on 'auto'.",
-    RefusalCode.ENABLE_GQA: "Choose a kernel that takes grouped heads, or leave kernel on 'auto'.",
     RefusalCode.SM_SCALE: "Choose a kernel that takes sm_scale, or leave kernel on 'auto'.",
     RefusalCode.SMOOTH_K: "Set smooth_k to 'auto': this kernel has no such switch.",
-    RefusalCode.QO_LEN: "Choose a kernel without this limit on the sequence length, or leave kernel on 'auto'.",
     RefusalCode.KV_LEN: "Choose a kernel without this limit on the sequence length, or leave kernel on 'auto'.",
     RefusalCode.SHAPE: "Choose a kernel that takes these shapes, or leave kernel on 'auto'.",
     RefusalCode.OFFSET: "Lower the batch size or the resolution: the kernel counts elements in 32 bits.",
@@ -87,7 +80,8 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.KERNEL_ERROR: "See the log for the kernel's own error; restart ComfyUI to try it again.",
     RefusalCode.ACCURACY: "Nothing to do: exact attention serves this site, where the kernel is not accurate enough.",
     RefusalCode.NOT_FINITE: "Nothing to do: native attention took over. bf16 values beyond fp16's range do this.",
-    RefusalCode.NOT_WORTHWHILE: "Nothing to do: exact attention is expected to be as fast for this shape.",
+    RefusalCode.COMPARED: "Nothing to do: set compare_with_native to 'never' to save the extra forwards.",
+    RefusalCode.NOT_WORTHWHILE: "Nothing to do: other attention is as fast here.",
 }
 """What a person can do about each code."""
 

@@ -90,14 +90,14 @@ def select(
     """
     verdicts: list[Verdict] = []
     for backend, preference in candidates:
-        judged = _judge(spec, backend, preference, policy, load, trial)
+        judged = judge(spec, backend, preference, policy, load, trial)
         if isinstance(judged, Use):
             return judged, (*verdicts, Verdict(backend.name, ()))
         verdicts.append(Verdict(backend.name, judged))
     return None, tuple(verdicts)
 
 
-def _judge(
+def judge(
     spec: AttentionSpec,
     backend: Backend,
     preference: Preference | None,
@@ -105,6 +105,7 @@ def _judge(
     load: Load,
     trial: Trial,
 ) -> Use | tuple[Refusal, ...]:
+    """How the backend may serve the spec, or every reason why it may not."""
     support = backend.support
     refusals = [*(preference.refusals(spec) if preference else ()), *support.refusals(spec, backend.name)]
     explicit_smoothing = policy.smooth_k != "auto" and not backend.exact

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +15,11 @@ import torch
 from .backends import STARTING_ORDER, Preference
 from .backends.base import Backend, Kernel
 from .environment import Environment, package_build
+from .measurements import Measurements, fingerprint
 from .refusal import Refusal, RefusalCode
 from .selection import Use
 from .spec import AttentionSpec
+from .timing import Stopwatch
 from .trial import trial_spec, try_kernel
 
 logger = logging.getLogger("sagescope")
@@ -31,9 +34,13 @@ class Session:
         environment: Environment | None = None,
         host: str = "",
         order: Mapping[str, Sequence[Preference]] = STARTING_ORDER,
+        measurements_path: Path | None = None,
+        stopwatch: Callable[[torch.device], Stopwatch] = Stopwatch.for_device,
     ) -> None:
         self.backends = tuple(backends)
         self.order = order
+        self.stopwatch = stopwatch
+        self._measurements_path = measurements_path
         self.host = host
         self.generation = 0
         """Raised when a kernel is retired: plans made before may name it."""
@@ -47,6 +54,18 @@ class Session:
     def environment(self) -> Environment:
         """Asked when first needed: importing the pack must not initialise a GPU."""
         return self._given_environment or Environment.detect()
+
+    @cached_property
+    def measurements(self) -> Measurements:
+        """What was measured on this machine, with these versions and builds; kept where the nodes say."""
+        packages = {backend.package for backend in self.backends if backend.package}
+        builds = {name: package_build(name) for name in packages}
+        return Measurements(self._measurements_path, fingerprint(self.environment, self.host, builds))
+
+    def device_name(self, device: torch.device) -> str:
+        """Index and name of a device, for what holds on one of several."""
+        known = [entry for entry in self.environment.devices if device.type == "cuda" and entry.index == device.index]
+        return f"{device} {known[0].name}" if known else str(device)
 
     def backend(self, name: str) -> Backend:
         return next(backend for backend in self.backends if backend.name == name)

@@ -11,6 +11,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from .checking import SiteAccuracy
+from .comparing import Comparison
 from .refusal import Refusal
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ SCHEMA = 1
 OUTSIDE = "called outside a sampler"
 """Stands for the model's name in a run that no sampler made."""
 
+CHECKS_PER_STEP = 4
+"""Forwards of one step that are checked: as many as conditions are commonly sampled one by one."""
+
+MAX_SILENT = 64
+"""Kinds of native forwards remembered per run: sizes and conditions in one run are few."""
 MAX_RUNS = 16
 MAX_EVENTS = 100
 MAX_COUNTERS = 20_000
@@ -52,15 +58,25 @@ class Run:
         """Native attention gave NaN or Inf too: the rest of the run is left as it comes."""
         self.window: tuple[float, float] | None = None
         """The sigmas of start_percent and end_percent, high to low; None when every step is inside."""
+        self._silent: dict[tuple[str, Refusal | None], list[Plan]] = {}
+        self._comparisons: dict[str, dict[str, Any]] = {}
+        self._comparison_calls = 0
+        self._checks: Counter[int] = Counter()
         self._worst: dict[tuple[int, Plan], tuple[int, SiteAccuracy]] = {}
         """The largest error that the checks in the middle of the run found, with the step."""
         self._calls: Counter[tuple[int, Plan]] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._lock = threading.Lock()
 
-    def record(self, plans: Iterable[Plan]) -> None:
-        """Count one forward: ``plans`` are the plans that served its calls, in order."""
+    def record(self, plans: Iterable[Plan], extra: bool = False) -> None:
+        """Count one forward: ``plans`` are the plans that served its calls, in order.
+
+        The calls of an ``extra`` forward, made to compare, are counted apart: they are no part of the picture.
+        """
         with self._lock:
+            if extra:
+                self._comparison_calls += sum(1 for _ in plans)
+                return
             self.forwards += 1
             self._count(zip(count(), plans))
 
@@ -74,16 +90,39 @@ class Run:
             calls = ((-1, plan) for _, plan in calls)
         self._calls.update(calls)
 
-    def is_check_step(self) -> bool:
-        """The quantized sites are checked at this step: the first of the run and three more, spread over it."""
+    def takes_check(self) -> bool:
+        """Whether the forward that starts now is one to check the quantized sites in: those of the first step and of
+        three more, spread over the run, a few per step where the conditions are sampled one by one."""
         total = self.total_steps or 0
-        return self.step in {0, total // 4, total // 2, total * 3 // 4}
+        if self.step not in {0, total // 4, total // 2, total * 3 // 4}:
+            return False
+        self._checks[self.step] += 1
+        return self._checks[self.step] <= CHECKS_PER_STEP
 
     def record_accuracy(self, site: int, plan: Plan, accuracy: SiteAccuracy) -> None:
         with self._lock:
             before = self._worst.get((site, plan))
             if before is None or not accuracy.worst_head_relative_l2 <= before[1].worst_head_relative_l2:
                 self._worst[site, plan] = self.step, accuracy
+
+    def silence(self, key: str, reason: Refusal | None, plans: list[Plan]) -> None:
+        """Remember a forward that was native at every site: the next ones like it need no way through us."""
+        if len(self._silent) < MAX_SILENT:
+            self._silent[key, reason] = plans
+
+    def silent_plans(self, key: str, reason: Refusal | None) -> list[Plan] | None:
+        """The plans of the forward like this that was native at every site, to count the next one by."""
+        return self._silent.get((key, reason))
+
+    def compared(self, key: str, comparison: Comparison, remembered: bool) -> None:
+        self._comparisons[key] = {**comparison._asdict(), "faster": comparison.faster, "remembered": remembered}
+
+    def comparison_of(self, key: str) -> dict[str, Any] | None:
+        return self._comparisons.get(key)
+
+    def note_once(self, text: str) -> None:
+        if all(event["text"] != text for event in list(self._events)):
+            self.note(text)
 
     def note(self, text: str) -> None:
         """Remember an event of this run, with the step it happened at."""
@@ -107,6 +146,7 @@ class Run:
             forwards = self.forwards
             events = list(self._events)
             worst = dict(self._worst)
+            comparison_calls = self._comparison_calls
         total = sum(calls.values())
         by_plan: Counter[Plan] = Counter()
         for (_, plan), number in calls.items():
@@ -128,6 +168,8 @@ class Run:
             "shapes": _shapes(by_plan),
             "sites": _sites(calls, worst),
             "rescued_forwards": self.rescued,
+            "comparison_calls": comparison_calls,
+            "comparisons": list(self._comparisons.values()),
             "events": events,
             "override_replaced_by": self.replaced_by,
         }

@@ -166,11 +166,12 @@ def make_dispatcher(
 ) -> Dispatcher:
     """A dispatcher that is told to use the first backend, unless ``kernel`` names another choice.
 
-    Sites are not checked unless ``tolerance`` says so: most tests are about something else and count kernel calls.
+    Sites are not checked and forwards not compared unless the policy says so: most tests count kernel calls.
     """
     session = session or make_session(*backends)
     policy.setdefault("kernel", session.backends[0].name)
     policy.setdefault("tolerance", None)
+    policy.setdefault("compare_with_native", "never")
     return Dispatcher(Policy(**policy), session, previous, host_context or (lambda: (None, None)))
 
 

@@ -265,7 +265,7 @@ def test_offsets_past_the_reach_of_a_kernel_are_copied_for_it():
 
 def test_auto_takes_the_first_of_the_starting_order_that_serves_the_call(monkeypatch):
     order = (Preference("long only", 4_000), Preference("broken"), Preference("good"), Preference("spare"))
-    monkeypatch.setattr(dispatcher_module, "STARTING_ORDER", {"cpu": order})
+    order = {"cpu": order}
     broken = fake_backend(name="broken", load=lambda *asked: (Refusal(RefusalCode.BUILD, "broken"),))
     others = [fake_backend(name=name) for name in ("spare", "good", "long only", "not in the order")]
     comfy = FakeComfy(make_dispatcher(broken, *others, kernel="auto"))
@@ -278,7 +278,7 @@ def test_auto_takes_the_first_of_the_starting_order_that_serves_the_call(monkeyp
 
 
 def test_auto_on_an_unknown_arch_is_native_with_the_arch_as_the_reason(monkeypatch):
-    monkeypatch.setattr(dispatcher_module, "STARTING_ORDER", {"sm90": (Preference(KERNEL),)})
+    order = {"sm90": (Preference(KERNEL),)}
     comfy = FakeComfy(make_dispatcher(kernel="auto"))
     comfy.sample()
     (entry,) = comfy.run()["refusals"]
@@ -287,7 +287,7 @@ def test_auto_on_an_unknown_arch_is_native_with_the_arch_as_the_reason(monkeypat
 
 
 def test_a_forced_kernel_is_used_whatever_the_starting_order_says(monkeypatch):
-    monkeypatch.setattr(dispatcher_module, "STARTING_ORDER", {"cpu": (Preference("other"),)})
+    order = {"cpu": (Preference("other"),)}
     comfy = FakeComfy(make_dispatcher(fake_backend(name="other"), fake_backend(), kernel=KERNEL))
     comfy.sample()
     assert served(comfy.run()) == {KERNEL: 2}
@@ -323,7 +323,7 @@ def test_preparing_tries_a_call_that_the_kernel_declares_to_take(limits):
 
 
 def test_preparing_auto_loads_what_it_may_use_and_runs_nothing(monkeypatch):
-    monkeypatch.setattr(dispatcher_module, "STARTING_ORDER", {"cpu": (Preference("a"), Preference("b"))})
+    order = {"cpu": (Preference("a"), Preference("b"))}
     kernel, loaded = FakeKernel(), []
 
     def load(environment, arch, allow_download):
@@ -338,7 +338,7 @@ def test_preparing_auto_loads_what_it_may_use_and_runs_nothing(monkeypatch):
 
 @pytest.mark.parametrize("kernel", [KERNEL, "auto"])
 def test_preparing_looks_again_for_what_was_not_to_be_had(kernel, monkeypatch):
-    monkeypatch.setattr(dispatcher_module, "STARTING_ORDER", {"cpu": (Preference(KERNEL),)})
+    order = {"cpu": (Preference(KERNEL),)}
     found = [(Refusal(RefusalCode.DOWNLOAD_FAILED, "no connection"),), Kernel(FakeKernel())]
     session = make_session(fake_backend(load=lambda *asked: found.pop(0)))
     first = make_dispatcher(session=session, kernel=kernel)
@@ -596,7 +596,7 @@ def test_a_kernel_that_another_model_retired_is_not_called_by_the_plans_made_bef
 
 
 def test_the_next_kernel_takes_over_from_one_that_failed(monkeypatch):
-    monkeypatch.setattr(dispatcher_module, "STARTING_ORDER", {"cpu": (Preference("a"), Preference("b"))})
+    order = {"cpu": (Preference("a"), Preference("b"))}
     failing = Fails(ValueError("bad"))
     dispatcher = make_dispatcher(fake_backend(failing, name="a"), fake_backend(name="b"), kernel="auto")
     comfy = FakeComfy(dispatcher, plain_model(calls=3))

@@ -1,4 +1,4 @@
-"""Whether a model's output is finite, whatever it is made of."""
+"""What a model returns: the tensors in it, and whether they are finite."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ def all_finite(output: Any) -> torch.Tensor:
     Models return a tensor, or several of them in a tuple, a list or ComfyUI's NestedTensor. Something without any
     tensor counts as finite.
     """
-    flags = [torch.isfinite(tensor).all() for tensor in _tensors(output)]
+    flags = [torch.isfinite(tensor).all() for tensor in tensors_of(output)]
     if not flags:
         return torch.tensor(True)
     return torch.stack([flag.to(flags[0].device) for flag in flags]).all()
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors_of(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors that an output is made of."""
     if isinstance(output, torch.Tensor):
         yield output
     elif isinstance(output, (tuple, list)):
         for part in output:
-            yield from _tensors(part)
+            yield from tensors_of(part)
     elif isinstance(getattr(output, "tensors", None), list):  # comfy.nested_tensor.NestedTensor
-        yield from _tensors(output.tensors)
+        yield from tensors_of(output.tensors)
