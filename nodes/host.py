@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 from comfy_api.latest import io
@@ -20,7 +21,13 @@ def _comfyui_version() -> str:
     return str(comfyui_version.__version__)
 
 
-SESSION = Session(BACKENDS, host=_comfyui_version())
+def _measurements_path() -> Path:
+    import folder_paths
+
+    return Path(folder_paths.get_user_directory()) / "sagescope" / "measurements.json"
+
+
+SESSION = Session(BACKENDS, host=_comfyui_version(), measurements_path=_measurements_path())
 
 
 def executing() -> tuple[str | None, str | None]:

@@ -65,7 +65,7 @@ class Planner:
             refusals = (Refusal(RefusalCode.OBSERVE_ONLY, f"kernel is '{NATIVE_ONLY}'"),)
         if spec is None or refusals:
             return Plan(NATIVE, spec, block, (Verdict(ANY_KERNEL, refusals),))
-        candidates, verdicts = self._candidates(call, spec, native)
+        candidates, verdicts, times = self._candidates(call, spec, native)
         out = {verdict.kernel for verdict in banned}
         use, looked_at = select(
             spec,
@@ -80,29 +80,29 @@ class Planner:
             verdicts = (Verdict(ANY_KERNEL, (Refusal(RefusalCode.ARCH, detail),)),)
         self._log_once(spec, use, verdicts)
         if use is None:
-            return Plan(NATIVE, spec, block, verdicts)
+            return Plan(NATIVE, spec, block, verdicts, times=times)
         look = None if use.backend.exact or self.policy.tolerance is None else _looker(call, spec)
-        return Plan(use.backend.name, spec, block, verdicts, use, _server(use, call, spec), look)
+        return Plan(use.backend.name, spec, block, verdicts, use, _server(use, call, spec), look, times)
 
     def _load(self, backend: Backend, device: torch.device) -> Kernel | tuple[Refusal, ...]:
         return self.session.load(backend, device, self.policy.allow_hub_download)
 
     def _candidates(
         self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object]
-    ) -> tuple[list[Candidate], tuple[Verdict, ...]]:
-        """The kernels to try, best first, and why not the others that were looked at."""
+    ) -> tuple[list[Candidate], tuple[Verdict, ...], dict[str, Timing]]:
+        """The kernels to try, best first, why not the others that were looked at, and what was measured."""
         if self.policy.kernel != AUTO:
-            return [(self.session.backend(self.policy.kernel), None)], ()
+            return [(self.session.backend(self.policy.kernel), None)], (), {}
         starting_order = self.session.order.get(spec.arch, ())
         if not starting_order:
-            return [], ()
+            return [], (), {}
         if spec.qo_len * spec.kv_len < MIN_SCORES:
             detail = f"{spec.qo_len} x {spec.kv_len} tokens are too few for a kernel to save time"
-            return [], (Verdict(ANY_KERNEL, (Refusal(RefusalCode.NOT_WORTHWHILE, detail),)),)
+            return [], (Verdict(ANY_KERNEL, (Refusal(RefusalCode.NOT_WORTHWHILE, detail),)),), {}
         found = self._timings(call, spec, native)
         baseline = found.get(NATIVE)
         if not isinstance(baseline, Timing):
-            return [(self.session.backend(preference.kernel), preference) for preference in starting_order], ()
+            return [(self.session.backend(preference.kernel), preference) for preference in starting_order], (), {}
         exact = {backend.name for backend in self.session.backends if backend.exact}
         ranking = rank(found, exact, NATIVE, host_bound=baseline.device_ms < HOST_BOUND_MS)
         faster = ranking.order[: ranking.order.index(NATIVE)]
@@ -111,7 +111,8 @@ class Planner:
         for name in absent:
             judged = self._judge(self.session.backend(name), call, spec)
             dropped += [Verdict(name, judged)] if not isinstance(judged, Use) else []
-        return [(self.session.backend(name), None) for name in faster], tuple(dropped)
+        times = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
+        return [(self.session.backend(name), None) for name in faster], tuple(dropped), times
 
     def _timings(
         self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object]

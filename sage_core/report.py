@@ -71,11 +71,27 @@ def run_headline(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
     else:
         reason = run["refusals"][0]["detail"] if run["refusals"] else "no kernel was chosen"
         lines = [f"Native attention served all {calls} in {forwards}: {reason}."]
+    lines += [_comparison_line(comparison) for comparison in run["comparisons"]]
+    if run["rescued_forwards"]:
+        rescued = _count(run["rescued_forwards"], "forward")
+        lines.append(f"The output of {rescued} was not finite: run again with exact attention before anything saw it.")
     if run["override_replaced_by"] is not None:
         lines.append(f"{run['override_replaced_by']} stands before this node and hands over what it does not serve.")
     if policy["skip_blocks"] and all(site["block"] is None for site in run["sites"]):
         lines.append("skip_blocks has no effect: this model does not report its blocks.")
     return lines
+
+
+def _comparison_line(comparison: dict[str, Any]) -> str:
+    """What the plan brought and changed, in a sentence."""
+    ratio = comparison["native_ms"] / comparison["plan_ms"]
+    line = (
+        f"Whole model call: {comparison['plan_ms']:.4g} ms with kernels, {comparison['native_ms']:.4g} ms natively "
+        f"(x{ratio:.3f}), output off by relative L2 {comparison['relative_l2']:.2g}"
+    )
+    line += "" if comparison["psnr"] is None else f" ({comparison['psnr']:.1f} dB)"
+    line += ", measured in an earlier run" if comparison["remembered"] else ""
+    return line + ("." if comparison["faster"] else ". Not faster by more than noise.")
 
 
 def to_markdown(report: dict[str, Any]) -> str:
@@ -96,7 +112,8 @@ def _run_lines(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
     seconds = "" if run["seconds"] is None else f", {run['seconds']:.2f} s"
     lines = [f"### Run {run['id']}: {run['model']}, {where}", ""]
     lines += [f"**{line}**" for line in run_headline(run, policy)]
-    lines += ["", f"{run['status']}, {steps} steps{seconds}", ""]
+    extra = f", and {_count(run['comparison_calls'], 'call')} more to compare" if run["comparison_calls"] else ""
+    lines += ["", f"{run['status']}, {steps} steps{seconds}{extra}", ""]
     lines += _table(
         ("kernel", "calls", "share"),
         ((entry["kernel"], entry["calls"], f"{entry['share']:.1%}") for entry in run["calls_by_kernel"]),
@@ -111,19 +128,29 @@ def _run_lines(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
         ((shape["spec"]["text"] if shape["spec"] else "?", shape["kernel"], shape["calls"]) for shape in run["shapes"]),
         title="Shapes",
     )
+    lines += _table(
+        ("shape", "kernel", "ms on the device", "ms of the host"),
+        (
+            (shape["spec"]["text"], name, f"{times['device_ms']:.3f}", f"{times['host_ms']:.3f}")
+            for shape in run["shapes"]
+            for name, times in shape["times"].items()
+        ),
+        title="Measured for one call",
+    )
     rows = [
         (
             "-" if site["site"] is None else site["site"],
             site["block"] or "-",
             site["kernel"],
             {None: "-", True: "on", False: "off"}[site["smooth_k"]],
+            _error(site["accuracy"]),
             site["calls"],
             ", ".join(site["reasons"]),
         )
         for site in run["sites"]
     ]
     lines += _table(
-        ("site", "block", "kernel", "smooth_k", "calls", "reasons"),
+        ("site", "block", "kernel", "smooth_k", "worst head's error", "calls", "reasons"),
         rows[:MAX_SITE_ROWS],
         title=f"Sites{'' if len(rows) <= MAX_SITE_ROWS else f' (first {MAX_SITE_ROWS} of {len(rows)})'}",
     )
@@ -156,6 +183,14 @@ def _environment_lines(report: dict[str, Any]) -> list[str]:
     policy = report["policy"]
     settings = ", ".join(f"{name} {_shown(value)}" for name, value in policy.items())
     return ["### Machine", "", *_table(("what", "which"), rows), f"Settings: {settings}", ""]
+
+
+def _error(accuracy: dict[str, Any] | None) -> str:
+    if accuracy is None:
+        return "-"
+    worst = accuracy["worst_head_relative_l2"]
+    found = "not finite" if worst is None else f"{worst:.3f}"
+    return found if accuracy["step"] is None else f"{found} at step {accuracy['step']}"
 
 
 def _shown(value: Any) -> str:

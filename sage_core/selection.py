@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .backends.base import Backend, Kernel
@@ -12,6 +12,7 @@ from .checking import SiteAccuracy
 from .policy import Policy
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
+from .timing import Timing
 
 NATIVE = "native"
 ANY_KERNEL = "any kernel"
@@ -59,6 +60,9 @@ class Plan:
 
     look: Callable[..., Any] | None = None
     """(query, key, value, mask, output) -> errors on the device, for a later check; None for exact kernels."""
+
+    times: Mapping[str, Timing] = field(default_factory=dict)
+    """What a call like this costs with each kernel that was measured."""
 
     @property
     def quantized(self) -> bool:

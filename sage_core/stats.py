@@ -205,12 +205,19 @@ def _refusals(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
 
 def _shapes(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
     by_spec: Counter[tuple[Any, str]] = Counter()
+    times: dict[Any, Any] = {}
     for plan, number in by_plan.items():
         # offsets tell sites apart that share a shape
         spec = plan.spec and plan.spec._replace(max_offset=0)
         by_spec[spec, plan.kernel] += number
+        times.setdefault(spec, {}).update(plan.times)
     return [
-        {"spec": None if spec is None else spec_to_json(spec), "kernel": kernel, "calls": number}
+        {
+            "spec": None if spec is None else spec_to_json(spec),
+            "kernel": kernel,
+            "calls": number,
+            "times": {name: timing._asdict() for name, timing in times[spec].items()},
+        }
         for (spec, kernel), number in by_spec.most_common()
     ]
 
