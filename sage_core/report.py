@@ -140,7 +140,7 @@ def _run_lines(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
     rows = [
         (
             "-" if site["site"] is None else site["site"],
-            site["block"] or "-",
+            "-" if site["block"] is None else f"{site['block_number']}: {site['block']}",
             site["kernel"],
             {None: "-", True: "on", False: "off"}[site["smooth_k"]],
             _error(site["accuracy"]),

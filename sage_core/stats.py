@@ -225,21 +225,30 @@ def _shapes(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
 def _sites(
     calls: dict[tuple[int, Plan], int], worst: dict[tuple[int, Plan], tuple[int, SiteAccuracy]]
 ) -> list[dict[str, Any]]:
-    """One row per site and plan, in the order in which a forward makes the calls; calls without a site come last."""
+    """One row per site and plan, in the order in which a forward makes the calls; calls without a site come last.
+
+    Blocks are numbered as ``skip_blocks`` numbers them: from 0, in the order in which the forward reaches them.
+    """
     rows = sorted(calls.items(), key=lambda item: (item[0][0] < 0, item[0][0], -item[1]))
-    return [
-        {
-            "site": site if site >= 0 else None,
-            "block": plan.block,
-            "kernel": plan.kernel,
-            "smooth_k": plan.use.smooth_k if plan.use else None,
-            "accuracy": accuracy_to_json(plan, worst.get((site, plan))),
-            "spec": None if plan.spec is None else plan.spec.describe(),
-            "calls": number,
-            "reasons": [refusal.code.value for _, refusal in plan.reasons()],
-        }
-        for (site, plan), number in rows
-    ]
+    sites = []
+    number, last = -1, None
+    for (site, plan), count_of_calls in rows:
+        if plan.block is not None and plan.block != last:
+            number, last = number + 1, plan.block
+        sites.append(
+            {
+                "site": site if site >= 0 else None,
+                "block": plan.block,
+                "block_number": None if plan.block is None else number,
+                "kernel": plan.kernel,
+                "smooth_k": plan.use.smooth_k if plan.use else None,
+                "accuracy": accuracy_to_json(plan, worst.get((site, plan))),
+                "spec": None if plan.spec is None else plan.spec.describe(),
+                "calls": count_of_calls,
+                "reasons": [refusal.code.value for _, refusal in plan.reasons()],
+            }
+        )
+    return sites
 
 
 def accuracy_to_json(plan: Plan, later: tuple[int, SiteAccuracy] | None) -> dict[str, Any] | None:
