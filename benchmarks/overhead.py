@@ -108,7 +108,8 @@ def dispatcher() -> Dispatcher:
         tolerance=Tolerance(relative_l2=float("inf"), cosine=-1.0),
         load=lambda environment, arch, allow_download: Kernel(kernel),
     )
-    return Dispatcher(Policy(kernel="does nothing", tolerance=None, compare_with_native="never"), Session([backend], Environment()))
+    policy = Policy(kernel="does nothing", tolerance=None, compare_with_native="never")
+    return Dispatcher(policy, Session([backend], Environment()))
 
 
 def seconds_of_forward(attend: Callable[..., Any], case: Case, calls: int) -> float:

@@ -23,12 +23,14 @@ Forward = Callable[[], Any]
 
 class Comparison(NamedTuple):
     """Milliseconds of one forward, natively and with the plan, and the error of the plan's output: relative L2 and
-    cosine against native's, and PSNR in dB with native's range as the peak (None where the outputs are equal)."""
+    cosine against native's, and PSNR in dB with native's range as the peak (None where the outputs are equal).
+
+    None also where a number has no finite value, as when native's output is zero or NaN."""
 
     native_ms: float
     plan_ms: float
-    relative_l2: float
-    cosine: float
+    relative_l2: float | None
+    cosine: float | None
     psnr: float | None
 
     @property
@@ -40,7 +42,7 @@ class Comparison(NamedTuple):
         """The comparison whose ``_asdict()`` is ``value``; None for anything else, as a file can be edited by hand."""
         if not isinstance(value, dict) or value.keys() != set(cls._fields):
             return None
-        numbers = [number for name, number in value.items() if name != "psnr" or number is not None]
+        numbers = [number for name, number in value.items() if name.endswith("_ms") or number is not None]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             return None
         return cls(**value)
@@ -69,9 +71,9 @@ def compare_forwards(native: Forward, plan: Forward, wait: Callable[[], object])
     comparison = Comparison(
         native_ms=min(times["native"]),
         plan_ms=min(times["plan"]),
-        relative_l2=error.relative_l2,
-        cosine=error.cosine,
-        psnr=20 * math.log10(peak / error.rmse) if error.rmse > 0 and peak > 0 else None,
+        relative_l2=error.relative_l2 if math.isfinite(error.relative_l2) else None,
+        cosine=error.cosine if error.finite else None,
+        psnr=20 * math.log10(peak / error.rmse) if 0 < error.rmse < math.inf and peak > 0 else None,
     )
     return comparison, outputs["native"], outputs["plan"]
 

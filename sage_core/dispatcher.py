@@ -47,8 +47,9 @@ HostContext = Callable[[], tuple["str | None", "str | None"]]
 class Forward:
     """One call of the diffusion model on one thread: the plans of its calls so far, in order.
 
-    ``reason`` keeps all of it native. ``watch`` is told of every call whose plan is not new, with the output of its
-    kernel (None for native), before the output goes back to the model; ``seen`` is what it gathers, on the device.
+    ``reason`` keeps all of it native. ``watch`` is told of every call, with the output of its kernel, before the
+    output goes back to the model: None for native, and where the plan is new and so has been checked just now. ``seen``
+    is what it gathers, on the device.
     ``extra`` says that the forward is made for a comparison only.
     """
 
@@ -130,9 +131,9 @@ class Dispatcher:
             if isinstance(output, Refusal):
                 plans[site] = self._after_failure(plan, output, forward, args[0].device)
                 output = None
-        if forward.watch is not None and not fresh:
+        if forward.watch is not None:
             mask = args[4] if len(args) > 4 else kwargs.get("mask")
-            forward.watch(forward, site, plans[site], (*args[:3], mask), output)
+            forward.watch(forward, site, plans[site], (*args[:3], mask), None if fresh else output)
         if output is not None:
             return output  # type: ignore[no-any-return]
         return self._native(func, args, kwargs)
@@ -167,6 +168,7 @@ class Dispatcher:
             AttentionCall.from_comfy(*args, **kwargs),
             place[1],
             lambda: self._native(func, args, kwargs),
+            describe_function(self.previous or func),
             self._banned.get((key, place), ()),
         )
         full = next((refusal for _, refusal in plan.reasons() if refusal.code is RefusalCode.OUT_OF_MEMORY), None)
@@ -223,8 +225,8 @@ class Dispatcher:
         banned = set(plans)
         if len(self._banned) >= MAX_PLANS:
             self._banned.clear()
-        for key, alike in self._plans.items():
-            for place in [place for place, plan in alike.items() if plan in banned]:
+        for key, alike in list(self._plans.items()):  # other threads go on planning
+            for place in [place for place, plan in list(alike.items()) if plan in banned]:
                 plan = alike.pop(place)
                 verdict = Verdict(plan.kernel, (refusal_of(plan),))
                 if key is not None:
@@ -289,8 +291,8 @@ class Dispatcher:
         if override != self.attend and run.replaced_by is None:
             run.replaced_by = describe_function(override)
         reason = self._whole_forward_refusal(run, t)
-        key = self._forward_key(executor, (x, *args, *kwargs.values()))
-        if reason is None:
+        key = self._forward_key(executor, t.device, (x, *args, *kwargs.values()))
+        if reason is None and (self.policy.compare_with_native != "every run" or run.comparison_of(key) is not None):
             reason = self._not_faster(key)
         silent = run.silent_plans(key, reason)
         if silent is not None and override == self.attend:
@@ -311,7 +313,9 @@ class Dispatcher:
             forward.watch = _check
         output = self._approve(forward, run_forward(forward), run_forward)
         if all(plan.serve is None for plan in forward.plans):
-            run.silence(key, reason, forward.plans)
+            # without a call, or where another node may leave calls out, the next forward can be a different one
+            if forward.plans and obstacle(options, OWN_KEY) is None:
+                run.silence(key, reason, forward.plans)
         elif self._compares(run, key, options):
             output = self._compare(run, key, run_forward, waiter(t))
         return output
@@ -327,12 +331,14 @@ class Dispatcher:
             return executor(x, t, *args, **{**kwargs, "transformer_options": bare})
         return executor(x, t, *args[:3], bare, *args[4:], **kwargs)
 
-    def _forward_key(self, executor: Any, inputs: Iterable[Any]) -> str:
-        """What makes two forwards alike: model, sizes of the inputs, and what the person chose."""
+    def _forward_key(self, executor: Any, device: torch.device, inputs: Iterable[Any]) -> str:
+        """What makes two forwards alike: device, model, what native means, sizes of the inputs, what was chosen."""
         base_model = getattr(executor, "class_obj", None)
         model = type(getattr(base_model, "diffusion_model", base_model))
         sizes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(list(inputs))]
-        return f"{model.__module__}.{model.__qualname__} {sizes} {self.policy.plan_key()}"
+        native = "" if self.previous is None else f" over {describe_function(self.previous)}"
+        chosen = f"{self.policy.plan_key()}{native}"
+        return f"{self.session.device_name(device)}: {model.__module__}.{model.__qualname__} {sizes} {chosen}"
 
     def _not_faster(self, key: str) -> Refusal | None:
         """Why a forward is native as a whole: it was compared, and the plan did not pay off."""
@@ -347,7 +353,8 @@ class Dispatcher:
     def _compares(self, run: Run, key: str, options: dict[str, Any]) -> bool:
         """Whether this forward is to be run natively as well; notes it where something is in the way."""
         when = self.policy.compare_with_native
-        if when == "never" or run.comparison_of(key) is not None or run.exact_from_now_on is not None:
+        disturbed = run.exact_from_now_on is not None or run.model_not_finite
+        if when == "never" or run.comparison_of(key) is not None or disturbed:
             return False
         known = Comparison.from_json(self.session.measurements.get("forwards", key))
         if when == "first time" and known is not None:
@@ -370,6 +377,8 @@ class Dispatcher:
             return self._approve(forward, run_forward(forward), run_forward)
 
         comparison, native_output, plan_output = compare_forwards(native, plan, wait)
+        if run.exact_from_now_on is not None:  # memory ran out in between: this is not the plan's time
+            return native_output
         self.session.measurements.put("forwards", key, comparison._asdict())
         run.compared(key, comparison, remembered=False)
         if self.policy.kernel != AUTO or comparison.faster:
@@ -391,7 +400,7 @@ class Dispatcher:
             if not failed or run.step > 0:
                 break
             # the first check of a run comes before anything is handed on
-            forward = Forward(run, forward.reason)
+            forward = Forward(run, forward.reason, forward.extra)
             forward.watch = _check
             output = run_forward(forward)
         return output
@@ -413,7 +422,7 @@ class Dispatcher:
         """The output of the same forward with exact attention; finds the sites that broke the first one."""
         run = broken.run
         detail = "a forward's output was not finite: it was run again with exact attention"
-        forward = Forward(run, Refusal(RefusalCode.NOT_FINITE, detail))
+        forward = Forward(run, Refusal(RefusalCode.NOT_FINITE, detail), broken.extra)
         forward.watch = _suspect(broken.plans)
         output = run_forward(forward)
         run.rescued += 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -49,11 +49,13 @@ class Planner:
         call: AttentionCall,
         reason: Refusal | None,
         native: Callable[[], object],
+        native_name: str,
         banned: Sequence[Verdict] = (),
     ) -> Plan:
         """The plan for calls like ``call`` at its site.
 
-        ``native`` runs the call natively, to be timed. ``reason`` keeps the whole call native. ``banned`` are kernels
+        ``native`` runs the call natively, to be timed; what was measured beside another is not taken for it, so it
+        has a name. ``reason`` keeps the whole call native. ``banned`` are kernels
         that failed at this site before, and why.
         """
         device = call.query.device
@@ -65,7 +67,7 @@ class Planner:
             refusals = (Refusal(RefusalCode.OBSERVE_ONLY, f"kernel is '{NATIVE_ONLY}'"),)
         if spec is None or refusals:
             return Plan(NATIVE, spec, block, (Verdict(ANY_KERNEL, refusals),))
-        candidates, verdicts, times = self._candidates(call, spec, native)
+        candidates, verdicts, times = self._candidates(call, spec, native, native_name)
         out = {verdict.kernel for verdict in banned}
         use, looked_at = select(
             spec,
@@ -88,7 +90,7 @@ class Planner:
         return self.session.load(backend, device, self.policy.allow_hub_download)
 
     def _candidates(
-        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object]
+        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object], native_name: str
     ) -> tuple[list[Candidate], tuple[Verdict, ...], dict[str, Timing]]:
         """The kernels to try, best first, why not the others that were looked at, and what was measured."""
         if self.policy.kernel != AUTO:
@@ -99,44 +101,65 @@ class Planner:
         if spec.qo_len * spec.kv_len < MIN_SCORES:
             detail = f"{spec.qo_len} x {spec.kv_len} tokens are too few for a kernel to save time"
             return [], (Verdict(ANY_KERNEL, (Refusal(RefusalCode.NOT_WORTHWHILE, detail),)),), {}
-        found = self._timings(call, spec, native)
-        baseline = found.get(NATIVE)
-        if not isinstance(baseline, Timing):
-            return [(self.session.backend(preference.kernel), preference) for preference in starting_order], (), {}
+        found = self._timings(call, spec, native, native_name)
+        times = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
         exact = {backend.name for backend in self.session.backends if backend.exact}
-        ranking = rank(found, exact, NATIVE, host_bound=baseline.device_ms < HOST_BOUND_MS)
+        ranking = rank(found, exact, NATIVE, host_bound=times[NATIVE].device_ms < HOST_BOUND_MS)
         faster = ranking.order[: ranking.order.index(NATIVE)]
         dropped = [Verdict(name, (refusal,)) for name, refusal in ranking.refusals.items()]
         absent = [preference.kernel for preference in starting_order if preference.kernel not in found]
         for name in absent:
             judged = self._judge(self.session.backend(name), call, spec)
             dropped += [Verdict(name, judged)] if not isinstance(judged, Use) else []
-        times = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
         return [(self.session.backend(name), None) for name in faster], tuple(dropped), times
 
     def _timings(
-        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object]
+        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object], native_name: str
     ) -> dict[str, Timing | Refusal]:
-        """The time of every kernel that may serve the call, measured once per spec on the call's own tensors."""
-        key = f"{self.session.device_name(call.query.device)}: {spec._replace(max_offset=0)!r}"
-        known = self.session.measurements.get("kernels", key)
-        if known is not None:
-            timings = {name: Timing.from_json(value) for name, value in known.items()}
-            return {name: timing for name, timing in timings.items() if timing is not None}
-        functions: dict[str, Callable[[], object]] = {NATIVE: native}
+        """The time of every kernel that may serve the call, measured once per spec on the call's own tensors.
+
+        What failed then is not in what is remembered, nor what was not to be had: once such a kernel may serve, all
+        are measured again.
+        """
+        device = call.query.device
+        key = f"{self.session.device_name(device)}: {native_name}: {spec._replace(max_offset=0)!r}"
+        known = self._remembered(key)
+        if NATIVE in known and not self._usable(call, spec, but=known):
+            return known
+        found = time_candidates({NATIVE: native, **self._usable(call, spec)}, NATIVE, self.session.stopwatch(device))
+        kept: dict[str, object] = {}
+        for name, timing in found.items():
+            if isinstance(timing, Timing):
+                kept[name] = timing._asdict()
+            elif timing.code is RefusalCode.NOT_WORTHWHILE:
+                kept[name] = timing.detail
+            else:
+                self.session.after_failure(name, device, timing)
+        self.session.measurements.put("kernels", key, kept)
+        return found
+
+    def _remembered(self, key: str) -> dict[str, Timing | Refusal]:
+        """What was measured before, as far as it makes sense: the file can be edited, and kernels come and go."""
+        known: dict[str, Timing | Refusal] = {}
+        names = {NATIVE, *(backend.name for backend in self.session.backends)}
+        for name, value in (self.session.measurements.get("kernels", key) or {}).items():
+            timing = Timing.from_json(value)
+            if name in names and timing is not None:
+                known[name] = timing
+            elif name in names and name != NATIVE and isinstance(value, str):
+                known[name] = Refusal(RefusalCode.NOT_WORTHWHILE, value)
+        return known
+
+    def _usable(
+        self, call: AttentionCall, spec: AttentionSpec, but: Collection[str] = ()
+    ) -> dict[str, Callable[[], object]]:
+        """The kernels that an automatic choice may take for the call, as functions to time."""
+        functions: dict[str, Callable[[], object]] = {}
         for backend in self.session.backends:
-            judged = self._judge(backend, call, spec) if backend.auto else ()
+            judged = self._judge(backend, call, spec) if backend.auto and backend.name not in but else ()
             if isinstance(judged, Use):
                 functions[backend.name] = partial(_server(judged, call, spec), *call[:3], call.mask)
-        found = time_candidates(functions, NATIVE, self.session.stopwatch(call.query.device))
-        refused = {name: refusal for name, refusal in found.items() if isinstance(refusal, Refusal)}
-        for name, refusal in refused.items():
-            if refusal.code is RefusalCode.KERNEL_ERROR:
-                self.session.after_failure(name, call.query.device, refusal)
-        if not any(refusal.code is RefusalCode.OUT_OF_MEMORY for refusal in refused.values()):
-            times = {name: timing._asdict() for name, timing in found.items() if isinstance(timing, Timing)}
-            self.session.measurements.put("kernels", key, times)
-        return found
+        return functions
 
     def _judge(self, backend: Backend, call: AttentionCall, spec: AttentionSpec) -> Use | tuple[Refusal, ...]:
         """``judge`` up to the small example; the site's own tensors come once the kernel is chosen."""
@@ -161,6 +184,8 @@ class Planner:
         best: Use | Refusal | None = None
         for smooth_k in switches:
             tried = self._check(use._replace(smooth_k=smooth_k), call, spec)
+            if isinstance(tried, Refusal) and tried.code in (RefusalCode.KERNEL_ERROR, RefusalCode.OUT_OF_MEMORY):
+                return tried  # it is not called again
             if best is None or isinstance(best, Refusal) or (isinstance(tried, Use) and _gains(tried, best)):
                 best = tried
         assert best is not None

@@ -87,8 +87,9 @@ def _comparison_line(comparison: dict[str, Any]) -> str:
     ratio = comparison["native_ms"] / comparison["plan_ms"]
     line = (
         f"Whole model call: {comparison['plan_ms']:.4g} ms with kernels, {comparison['native_ms']:.4g} ms natively "
-        f"(x{ratio:.3f}), output off by relative L2 {comparison['relative_l2']:.2g}"
+        f"(x{ratio:.3f})"
     )
+    line += "" if comparison["relative_l2"] is None else f", output off by relative L2 {comparison['relative_l2']:.2g}"
     line += "" if comparison["psnr"] is None else f" ({comparison['psnr']:.1f} dB)"
     line += ", measured in an earlier run" if comparison["remembered"] else ""
     return line + ("." if comparison["faster"] else ". Not faster by more than noise.")

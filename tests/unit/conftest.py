@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_core.backends.base import Backend, Kernel, Tolerance
+from sage_core.backends.starting_order import Preference
 from sage_core.call import AttentionCall
 from sage_core.dispatcher import Dispatcher
 from sage_core.environment import Device, Environment
@@ -23,6 +25,7 @@ from sage_core.refusal import Refusal
 from sage_core.session import Session
 from sage_core.spec import AttentionSpec
 from sage_core.support import EVERY_MASK, Support
+from sage_core.timing import Stopwatch, Timing
 
 CPU = torch.device("cpu")
 KERNEL = "fake kernel"
@@ -127,6 +130,50 @@ class FakeKernel:
         return attention(query, key, value, layout, scale, mask)
 
 
+class Clock:
+    """Time that passes only where a ``Timed`` function says so, in milliseconds of the device and of the host."""
+
+    def __init__(self) -> None:
+        self.device_ms = 0.0
+        self.host_ms = 0.0
+
+    def perf_counter(self) -> float:
+        """Seconds as a forward takes them that is bound by the device; for code that asks ``time``."""
+        return self.device_ms / 1e3
+
+
+class Timed:
+    """A function that takes time of a Clock."""
+
+    def __init__(self, function: Any, clock: Clock, device_ms: float, host_ms: float = 0.0) -> None:
+        self.function, self.clock, self.device_ms, self.host_ms = function, clock, device_ms, host_ms
+
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        self.clock.device_ms += self.device_ms
+        self.clock.host_ms += self.host_ms
+        return self.function(*args, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.function, name)
+
+
+class ClockStopwatch(Stopwatch):
+    """Reads a Clock; ``runs`` counts what it was asked to time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.runs = 0
+
+    def run(self, function: Callable[[], object], calls: int, expected: Timing | None = None) -> Timing | Refusal:
+        self.runs += 1
+        device_ms, host_ms = self.clock.device_ms, self.clock.host_ms
+        for _ in range(calls):
+            output = function()
+            if isinstance(output, Refusal):
+                return output
+        return Timing((self.clock.device_ms - device_ms) / calls, (self.clock.host_ms - host_ms) / calls)
+
+
 def fake_backend(
     function: Callable[..., Any] | None = None,
     *,
@@ -157,8 +204,23 @@ def fake_environment(arch: str | None = None, **fields: Any) -> Environment:
     return Environment(**{"devices": devices, "torch_version": "2.9.0", "packages": {}, **fields})
 
 
-def make_session(*backends: Backend, **fields: Any) -> Session:
-    return Session(backends or (fake_backend(),), fake_environment(**fields), host="0.0.0")
+def make_session(
+    *backends: Backend,
+    order: Sequence[str | Preference] | None = None,
+    measurements_path: Path | None = None,
+    stopwatch: Stopwatch | None = None,
+    **fields: Any,
+) -> Session:
+    """A session; ``order`` names what ``auto`` starts with on this machine, nothing when it is None."""
+    preferences = [Preference(entry) if isinstance(entry, str) else entry for entry in order or ()]
+    return Session(
+        backends or (fake_backend(),),
+        fake_environment(**fields),
+        host="0.0.0",
+        order={fields.get("arch") or "cpu": preferences},
+        measurements_path=measurements_path,
+        stopwatch=Stopwatch.for_device if stopwatch is None else lambda device: stopwatch,
+    )
 
 
 def make_dispatcher(

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -19,8 +20,8 @@ from hypothesis import strategies as st
 from torch import nested
 
 from sage_core import dispatcher as dispatcher_module
+from sage_core import planning
 from sage_core.backends.base import Kernel
-from sage_core.backends.starting_order import Preference
 from sage_core.failure import DeviceLost
 from sage_core.policy import NATIVE_ONLY
 from sage_core.refusal import Refusal, RefusalCode
@@ -29,11 +30,14 @@ from sage_core.stats import MAX_RUNS
 from tests.unit.conftest import (
     CPU,
     KERNEL,
+    Clock,
+    ClockStopwatch,
     Executor,
     FakeComfy,
     FakeKernel,
     InterruptProcessingException,
     Native,
+    Timed,
     attention,
     codes,
     comfy_arguments,
@@ -56,6 +60,30 @@ def comfy_with(kernel=None, model=None, **options):
     kernel = kernel or FakeKernel()
     backend_options = {name: options.pop(name) for name in ("options", "max_offset", "head_dims") if name in options}
     return FakeComfy(make_dispatcher(fake_backend(kernel, **backend_options), **options), model), kernel
+
+
+LONG = {"heads": 1, "qo_len": 512}
+"""Calls long enough to be measured."""
+
+
+def auto_session(backend):
+    """A session with a backend faster than native, and what patches a model of long calls with a dispatcher."""
+    clock = Clock()
+    kernel_clock = Timed(lambda: None, clock, 1.0)
+
+    def load(*asked):
+        found = backend.load(*asked)
+        if not isinstance(found, Kernel):
+            return found
+        return found._replace(function=lambda *args, **keywords: (kernel_clock(), found.function(*args, **keywords))[1])
+
+    def patched(dispatcher):
+        comfy = FakeComfy(dispatcher, plain_model(**LONG))
+        comfy.native = Timed(comfy.native, clock, 10.0)
+        return comfy
+
+    session = make_session(replace(backend, load=load), order=[KERNEL], stopwatch=ClockStopwatch(clock))
+    return session, patched
 
 
 def one_call(args, kwargs):
@@ -184,10 +212,11 @@ def test_a_refused_call_reaches_comfyui_untouched_and_says_why(arguments, code):
     comfy, kernel = comfy_with(model=one_call(args, kwargs))
     comfy.native = func
     assert comfy.sample((1.0, 0.5, 0.0)) == [answer, answer]
-    for seen_args, seen_kwargs in seen:
+    for (seen_args, seen_kwargs), through_us in zip(seen, (True, False), strict=True):
         assert all(given is arrived for given, arrived in zip(args, seen_args, strict=True))
         assert seen_kwargs.pop("_inside_attn_wrapper") is True
-        assert "optimized_attention_override" in seen_kwargs.pop("transformer_options")
+        # the second forward is known to be native: it has no way through us
+        assert ("optimized_attention_override" in seen_kwargs.pop("transformer_options")) is through_us
         assert seen_kwargs.keys() == kwargs.keys()
         assert all(kwargs[name] is seen_kwargs[name] for name in kwargs)
     assert kernel.calls == []
@@ -263,32 +292,17 @@ def test_offsets_past_the_reach_of_a_kernel_are_copied_for_it():
 # -- which kernels are asked
 
 
-def test_auto_takes_the_first_of_the_starting_order_that_serves_the_call(monkeypatch):
-    order = (Preference("long only", 4_000), Preference("broken"), Preference("good"), Preference("spare"))
-    order = {"cpu": order}
-    broken = fake_backend(name="broken", load=lambda *asked: (Refusal(RefusalCode.BUILD, "broken"),))
-    others = [fake_backend(name=name) for name in ("spare", "good", "long only", "not in the order")]
-    comfy = FakeComfy(make_dispatcher(broken, *others, kernel="auto"))
-    comfy.sample()
-    assert served(comfy.run()) == {"good": 2}
-    assert {(entry["kernel"], entry["code"]) for entry in comfy.run()["refusals"]} == {
-        ("long only", "not_worthwhile"),
-        ("broken", "build"),
-    }
-
-
-def test_auto_on_an_unknown_arch_is_native_with_the_arch_as_the_reason(monkeypatch):
-    order = {"sm90": (Preference(KERNEL),)}
-    comfy = FakeComfy(make_dispatcher(kernel="auto"))
+def test_auto_on_an_unknown_arch_is_native_with_the_arch_as_the_reason():
+    comfy = FakeComfy(make_dispatcher(kernel="auto", session=make_session(order=None)))
     comfy.sample()
     (entry,) = comfy.run()["refusals"]
     assert (entry["code"], entry["calls"]) == ("arch", 2)
     assert "this device is cpu" in entry["detail"]
 
 
-def test_a_forced_kernel_is_used_whatever_the_starting_order_says(monkeypatch):
-    order = {"cpu": (Preference("other"),)}
-    comfy = FakeComfy(make_dispatcher(fake_backend(name="other"), fake_backend(), kernel=KERNEL))
+def test_a_forced_kernel_is_used_whatever_the_starting_order_says():
+    session = make_session(fake_backend(name="other"), fake_backend(), order=["other"])
+    comfy = FakeComfy(make_dispatcher(session=session, kernel=KERNEL))
     comfy.sample()
     assert served(comfy.run()) == {KERNEL: 2}
 
@@ -322,8 +336,7 @@ def test_preparing_tries_a_call_that_the_kernel_declares_to_take(limits):
     assert len(kernel.calls) == 1
 
 
-def test_preparing_auto_loads_what_it_may_use_and_runs_nothing(monkeypatch):
-    order = {"cpu": (Preference("a"), Preference("b"))}
+def test_preparing_auto_loads_what_it_may_use_and_runs_nothing():
     kernel, loaded = FakeKernel(), []
 
     def load(environment, arch, allow_download):
@@ -331,24 +344,24 @@ def test_preparing_auto_loads_what_it_may_use_and_runs_nothing(monkeypatch):
         return Kernel(kernel)
 
     backends = [fake_backend(name=name, load=load) for name in "abc"]
-    assert make_dispatcher(*backends, kernel="auto", allow_hub_download=True).prepare(CPU) == ()
+    session = make_session(*backends, order="ab")
+    assert make_dispatcher(session=session, kernel="auto", allow_hub_download=True).prepare(CPU) == ()
     assert loaded == [("cpu", True)] * 2
     assert kernel.calls == []
 
 
 @pytest.mark.parametrize("kernel", [KERNEL, "auto"])
-def test_preparing_looks_again_for_what_was_not_to_be_had(kernel, monkeypatch):
-    order = {"cpu": (Preference(KERNEL),)}
+def test_preparing_looks_again_for_what_was_not_to_be_had(kernel):
     found = [(Refusal(RefusalCode.DOWNLOAD_FAILED, "no connection"),), Kernel(FakeKernel())]
-    session = make_session(fake_backend(load=lambda *asked: found.pop(0)))
+    session, patched = auto_session(fake_backend(load=lambda *asked: found.pop(0)))
     first = make_dispatcher(session=session, kernel=kernel)
     first.prepare(CPU)
-    comfy = FakeComfy(first)
+    comfy = patched(first)
     comfy.sample()
     assert refusal_codes(comfy.run()) == {"download_failed": 2}
     second = make_dispatcher(session=session, kernel=kernel)
     assert second.prepare(CPU) == ()
-    comfy = FakeComfy(second)
+    comfy = patched(second)
     comfy.sample()
     assert served(comfy.run()) == {KERNEL: 2}
 
@@ -595,13 +608,27 @@ def test_a_kernel_that_another_model_retired_is_not_called_by_the_plans_made_bef
     assert "kernel_error" in refusal_codes(second.run())
 
 
-def test_the_next_kernel_takes_over_from_one_that_failed(monkeypatch):
-    order = {"cpu": (Preference("a"), Preference("b"))}
-    failing = Fails(ValueError("bad"))
-    dispatcher = make_dispatcher(fake_backend(failing, name="a"), fake_backend(name="b"), kernel="auto")
-    comfy = FakeComfy(dispatcher, plain_model(calls=3))
+def test_the_next_kernel_takes_over_from_one_that_failed():
+    clock = Clock()
+    stopwatch = ClockStopwatch(clock)
+    calls_before = []
+
+    def spoil(query, key, value, layout, scale, mask):
+        if calls_before:
+            raise ValueError("bad")
+        return attention(query, key, value, layout, scale, mask)
+
+    failing = FakeKernel(spoil)
+    kernels = {"a": Timed(failing, clock, 1.0), "b": Timed(FakeKernel(), clock, 2.0)}
+    backends = [fake_backend(kernel, name=name) for name, kernel in kernels.items()]
+    session = make_session(*backends, order="ab", stopwatch=stopwatch)
+    comfy = FakeComfy(make_dispatcher(session=session, kernel="auto"), plain_model(calls=3, **LONG))
+    comfy.native = Timed(comfy.native, clock, 10.0)
     comfy.sample((1.0, 0.5, 0.0))
-    assert failing.failures == 1
+    assert served(comfy.run()) == {"a": 6}
+    calls_before.append(len(failing.calls))
+    comfy.sample((1.0, 0.5, 0.0))
+    assert len(failing.calls) == calls_before[0] + 1
     assert served(comfy.run()) == {"b": 5, NATIVE: 1}
 
 
@@ -941,30 +968,35 @@ def test_the_record_is_plain_json():
 # -- memory
 
 
+def count_plans(comfy):
+    return sum(map(len, comfy.dispatcher._plans.values()))
+
+
 def test_plans_do_not_grow_with_steps_or_runs():
     comfy, kernel = comfy_with(model=plain_model(calls=7))
     comfy.sample()
-    plans = len(comfy.dispatcher._plans)
+    plans = count_plans(comfy)
     comfy.sample([1.0 - step / 50 for step in range(51)])
     comfy.sample()
-    assert len(comfy.dispatcher._plans) == plans == 7
+    assert count_plans(comfy) == plans == 7
     assert len(kernel.calls) == 1 + 7 * 52
     assert [len(run["sites"]) for run in comfy.runs()] == [7] * 3
 
 
 def test_plans_are_bounded(monkeypatch):
     monkeypatch.setattr(dispatcher_module, "MAX_PLANS", 5)
+    monkeypatch.setattr(planning, "MAX_LOGGED", 5)
     comfy, _ = comfy_with(model=plain_model(calls=13))
     comfy.sample((1.0, 0.5, 0.0))
-    assert len(comfy.dispatcher._plans) <= 5
-    assert len(comfy.dispatcher._logged) <= 5
+    assert count_plans(comfy) <= 5
+    assert len(comfy.dispatcher._planner._logged) <= 5
     assert served(comfy.run()) == {KERNEL: 26}
     for length in range(30, 50):
         comfy.forward_once = plain_model(calls=1, qo_len=length)
         comfy.sample()
         assert served(comfy.run()) == {KERNEL: 1}
-    assert len(comfy.dispatcher._plans) <= 5
-    assert len(comfy.dispatcher._logged) <= 5
+    assert count_plans(comfy) <= 5
+    assert len(comfy.dispatcher._planner._logged) <= 5
 
 
 @pytest.mark.parametrize("fault", [None, RuntimeError("broken"), OUT_OF_MEMORY], ids=str)
@@ -1038,7 +1070,7 @@ def test_a_kernel_runs_with_the_device_of_query_current(monkeypatch, index, ente
     call = make_call()
     spec, _ = call.read("cpu")
     use = Use(fake_backend(kernel), Kernel(kernel), "NHD", False, None)
-    serve = dispatcher_module._server(use, call._replace(query=call.query.as_subclass(OnCuda)), spec)
+    serve = planning._server(use, call._replace(query=call.query.as_subclass(OnCuda)), spec)
     output = serve(call.query, call.key, call.value, None)
     assert isinstance(output, Refusal) is fails
     assert during == [index]

@@ -20,6 +20,8 @@ DEFAULTS = {
     "skip_blocks": "",
     "if_unavailable": "use native",
     "allow_hub_download": False,
+    "tolerance": "normal (0.10)",
+    "compare_with_native": "first time",
 }
 
 
@@ -40,8 +42,12 @@ def test_every_widget_reaches_the_policy():
         "skip_blocks": "0, 2-3",
         "if_unavailable": "stop with an error",
         "allow_hub_download": True,
+        "tolerance": "strict (0.05)",
+        "compare_with_native": "every run",
     }
-    assert from_widgets(**widgets) == Policy(**{**widgets, "skip_blocks": frozenset({0, 2, 3})})
+    assert widgets.keys() == DEFAULTS.keys()
+    assert from_widgets(**widgets) == Policy(**{**widgets, "skip_blocks": frozenset({0, 2, 3}), "tolerance": 0.05})
+    assert from_widgets(tolerance="off").tolerance is None
 
 
 @pytest.mark.parametrize(
@@ -53,6 +59,8 @@ def test_every_widget_reaches_the_policy():
         ("if_unavailable", "", "use native, stop with an error"),
         ("allow_hub_download", "yes", "true or false"),
         ("allow_hub_download", 1, "true or false"),
+        ("tolerance", 0.1, "normal (0.10), strict (0.05), off"),
+        ("compare_with_native", "always", "first time, every run, never"),
         ("start_percent", -0.001, "0.0 to 1.0"),
         ("start_percent", math.nan, "0.0 to 1.0"),
         ("start_percent", True, "0.0 to 1.0"),
@@ -125,4 +133,23 @@ def test_the_whole_schedule_is_the_one_without_a_window(start, end, whole):
 
 def test_a_policy_as_json_holds_every_widget_in_plain_types():
     written = json.loads(json.dumps(Policy(skip_blocks=frozenset({3, 1})).to_json(), allow_nan=False))
-    assert written == {**DEFAULTS, "skip_blocks": [1, 3]}
+    assert written == {**DEFAULTS, "skip_blocks": [1, 3], "tolerance": 0.1}
+
+
+def test_plans_depend_on_all_but_what_is_done_around_them():
+    changed = {
+        "kernel": "a kernel",
+        "smooth_k": "on",
+        "start_percent": 0.5,
+        "end_percent": 0.5,
+        "skip_blocks": frozenset({1}),
+        "allow_hub_download": True,
+        "tolerance": None,
+        "if_unavailable": "stop with an error",
+        "compare_with_native": "never",
+    }
+    keys = {name: Policy(**{name: value}).plan_key() for name, value in changed.items()}
+    assert keys.keys() == DEFAULTS.keys()
+    around = {keys.pop("if_unavailable"), keys.pop("compare_with_native")}
+    assert around == {Policy().plan_key()}
+    assert len({*keys.values(), *around}) == len(keys) + 1

@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 
 import dev
-from sage_core import AUTO, BACKENDS, KERNEL_CHOICES, NATIVE_ONLY, SMOOTH_K_CHOICES, UNAVAILABLE_CHOICES, Dispatcher
+from sage_core import (
+    AUTO,
+    BACKENDS,
+    COMPARE_CHOICES,
+    KERNEL_CHOICES,
+    NATIVE_ONLY,
+    SMOOTH_K_CHOICES,
+    TOLERANCES,
+    UNAVAILABLE_CHOICES,
+    Dispatcher,
+)
 from sage_core.backends import STARTING_ORDER, Backend, Preference, comfy_kitchen, hub, sageattention, sageattn3
 from sage_core.backends.base import Tolerance
 from sage_core.refusal import RefusalCode
@@ -130,7 +140,7 @@ def test_every_input_of_a_node_is_described(file: str, table: int) -> None:
     assert [row[0] for row in tables(section("The inputs"))[table]] == [f"`{name}`" for name in inputs]
 
 
-@pytest.mark.parametrize("choice", [*SMOOTH_K_CHOICES, *UNAVAILABLE_CHOICES])
+@pytest.mark.parametrize("choice", [*SMOOTH_K_CHOICES, *UNAVAILABLE_CHOICES, *TOLERANCES, *COMPARE_CHOICES])
 def test_every_choice_of_the_other_inputs_is_named(choice: str) -> None:
     assert choice in quoted(section("The inputs"))
 

@@ -209,7 +209,7 @@ def test_a_pipe_or_a_line_break_in_a_text_stays_in_its_cell():
     run.record([Plan("native", make_spec(), "odd | block")])
     markdown = to_markdown(report_of(comfy))
     assert table_rows(markdown, "What happened") == [["0", "a & b c"]]
-    assert table_rows(markdown, "Sites")[0][1] == "odd & block"
+    assert table_rows(markdown, "Sites")[0][1] == "0: odd & block"
 
 
 def test_every_table_row_has_as_many_cells_as_its_heading():

@@ -26,7 +26,7 @@ WITHOUT_TORCH = {
 """Files of sage_core that are plain data and decisions, and load without torch."""
 SHARED_BY_BACKENDS = {"base", "binding"}
 ALLOWED_IN_NODES = {"comfy_api"}
-ALLOWED_IN_HOST = {"comfy_api", "comfy_execution", "comfyui_version"}
+ALLOWED_IN_HOST = {"comfy_api", "comfy_execution", "comfyui_version", "folder_paths"}
 NETWORK_AND_PROCESSES = {
     *("subprocess", "multiprocessing", "pty", "socket", "ssl", "select", "asyncio", "http", "urllib", "ftplib"),
     *("smtplib", "requests", "httpx", "aiohttp", "webbrowser"),
@@ -100,7 +100,8 @@ def ids(paths):
 def test_the_rules_read_the_files_they_are_about():
     assert {"dispatcher", "backends.hub", "backends.starting_order", "environment"} <= set(map(module_of, CORE))
     assert set(map(module_of, CORE)) >= WITHOUT_TORCH
-    assert {"backends", "call", "backends.base"} <= targets(ROOT / "sage_core/dispatcher.py")
+    assert {"planning", "call", "backends.base"} <= targets(ROOT / "sage_core/dispatcher.py")
+    assert {"backends", "checking", "timing"} <= targets(ROOT / "sage_core/planning.py")
     assert {"spec", "backends.base"} <= targets(ROOT / "sage_core/backends/hub.py")
 
 

@@ -60,6 +60,7 @@ def test_a_run_as_json_has_every_field_of_the_schema():
     assert set(written) == {
         *("id", "prompt_id", "node_id", "model", "started", "seconds", "status", "steps", "total_steps", "forwards"),
         *("calls", "calls_by_kernel", "refusals", "shapes", "sites", "events", "override_replaced_by"),
+        *("rescued_forwards", "comparison_calls", "comparisons"),
     }
 
 
@@ -94,6 +95,7 @@ def test_sites_are_in_the_order_of_the_forward_and_calls_without_a_site_come_las
     assert sites[1] == {
         "site": 1,
         "block": "double 1",
+        "block_number": 1,
         "kernel": "native",
         "smooth_k": None,
         "accuracy": None,
@@ -110,7 +112,9 @@ def test_shapes_that_differ_in_their_offset_only_are_one():
     (shape,) = make_run(plans).snapshot()["shapes"]
     assert (shape["kernel"], shape["calls"]) == ("a", 5)
     assert shape["spec"] == spec_to_json(make_spec())
-    assert make_run([UNREADABLE]).snapshot()["shapes"] == [{"spec": None, "kernel": "native", "calls": 1}]
+    assert make_run([UNREADABLE]).snapshot()["shapes"] == [
+        {"spec": None, "kernel": "native", "calls": 1, "times": {}}
+    ]
 
 
 def test_a_spec_as_json_has_plain_values_and_the_text_that_people_read():

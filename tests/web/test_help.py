@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sage_core import KERNEL_CHOICES, SMOOTH_K_CHOICES, UNAVAILABLE_CHOICES, Policy
+from sage_core import COMPARE_CHOICES, KERNEL_CHOICES, SMOOTH_K_CHOICES, TOLERANCES, UNAVAILABLE_CHOICES, Policy
 
 WEB = Path(__file__).parents[2] / "web"
 APPLY = (WEB / "docs" / "ApplySageAttention.md").read_text(encoding="utf-8")
@@ -15,7 +15,13 @@ REPORT = (WEB / "docs" / "AttentionBackendReport.md").read_text(encoding="utf-8"
 WIDGETS = [name for name in inspect.signature(Policy.from_widgets).parameters if name != "kernels"]
 
 
-@pytest.mark.parametrize("name", ["model", *WIDGETS, *KERNEL_CHOICES, *SMOOTH_K_CHOICES, *UNAVAILABLE_CHOICES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model", *WIDGETS, *KERNEL_CHOICES, *SMOOTH_K_CHOICES),
+        *(*UNAVAILABLE_CHOICES, *TOLERANCES, *COMPARE_CHOICES),
+    ],
+)
 def test_apply_page_names_every_input_and_choice(name: str) -> None:
     assert f"`{name}`" in APPLY
 
