@@ -371,6 +371,76 @@ def plain_model(calls: int = 2, **options: Any) -> Model:
     return forward
 
 
+LONG: dict[str, Any] = {"heads": 2, "qo_len": 512}
+"""Calls long enough to be measured."""
+
+
+class Sites:
+    """A model of ``calls`` attention calls whose tensors differ from site to site; returns the outputs as a list.
+
+    ``site`` is where it is now and ``forward`` how often it was called before, so that a kernel can depend on both.
+    ``change`` makes other (query, key, value) of those of a site.
+    """
+
+    def __init__(self, calls: int = 3, change: Callable[..., Any] | None = None, **options: Any) -> None:
+        self.arguments = [comfy_arguments(**{**LONG, **options}, seed=10 * site) for site in range(calls)]
+        self.change = change
+        self.site = 0
+        self.forward = -1
+
+    def __call__(self, attention: Callable[..., Tensor], transformer_options: dict[str, Any]) -> list[Tensor]:
+        self.forward += 1
+        return [self.call(site, attention, transformer_options) for site in range(len(self.arguments))]
+
+    def call(self, site: int, attention: Callable[..., Tensor], transformer_options: dict[str, Any]) -> Tensor:
+        self.site = site
+        (*tensors, heads), kwargs = self.arguments[site]
+        if self.change is not None:
+            tensors = self.change(*tensors)
+        options = {**transformer_options, "block_type": "double", "block_index": site}
+        return attention(*tensors, heads, **kwargs, transformer_options=options)
+
+    def natively(self) -> list[Tensor]:
+        """What native attention makes of it."""
+        return self(Native(), {})
+
+
+class Machine:
+    """Kernels and native attention that take the time of a Clock that the test says, and models on them."""
+
+    def __init__(self, native_ms: float = 10.0, native_host_ms: float = 0.0, path: Path | None = None) -> None:
+        self.native_ms, self.native_host_ms, self.path = native_ms, native_host_ms, path
+        self.clock = Clock()
+        self.backends: list[Backend] = []
+        self.kernels: dict[str, FakeKernel] = {}
+        self.stopwatches: list[ClockStopwatch] = []
+
+    def add(self, name: str, device_ms: float, host_ms: float = 0.0, spoil: Any = None, **fields: Any) -> FakeKernel:
+        """A kernel of this name; quantized unless ``exact`` is among ``fields``."""
+        kernel = self.kernels[name] = FakeKernel(spoil)
+        function = Timed(kernel, self.clock, device_ms, host_ms)
+        self.backends.append(fake_backend(function, name=name, **fields))
+        return kernel
+
+    def session(self, **fields: Any) -> Session:
+        """A session of its own, as after a restart."""
+        self.stopwatches.append(ClockStopwatch(self.clock))
+        fields = {"order": [backend.name for backend in self.backends], **fields}
+        return make_session(*self.backends, measurements_path=self.path, stopwatch=self.stopwatches[-1], **fields)
+
+    def comfy(self, model: Model | None = None, session: Session | None = None, **policy: Any) -> FakeComfy:
+        """A patched model; ``kernel`` is auto unless the policy says otherwise."""
+        dispatcher = make_dispatcher(session=session or self.session(), **{"kernel": "auto", **policy})
+        comfy = FakeComfy(dispatcher, model or Sites())
+        comfy.native = Timed(comfy.native, self.clock, self.native_ms, self.native_host_ms)
+        return comfy
+
+
+def off_by(error: float) -> Callable[..., Tensor]:
+    """A kernel whose relative L2 is ``error`` in every head."""
+    return lambda *call: attention(*call) * (1 + error)
+
+
 def served(run: dict[str, Any]) -> dict[str, int]:
     """Calls by kernel of a run."""
     return {entry["kernel"]: entry["calls"] for entry in run["calls_by_kernel"]}

@@ -10,7 +10,6 @@ import threading
 import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import count
 
 import pytest
@@ -30,14 +29,12 @@ from sage_core.stats import MAX_RUNS
 from tests.unit.conftest import (
     CPU,
     KERNEL,
-    Clock,
-    ClockStopwatch,
     Executor,
     FakeComfy,
     FakeKernel,
     InterruptProcessingException,
+    Machine,
     Native,
-    Timed,
     attention,
     codes,
     comfy_arguments,
@@ -60,30 +57,6 @@ def comfy_with(kernel=None, model=None, **options):
     kernel = kernel or FakeKernel()
     backend_options = {name: options.pop(name) for name in ("options", "max_offset", "head_dims") if name in options}
     return FakeComfy(make_dispatcher(fake_backend(kernel, **backend_options), **options), model), kernel
-
-
-LONG = {"heads": 1, "qo_len": 512}
-"""Calls long enough to be measured."""
-
-
-def auto_session(backend):
-    """A session with a backend faster than native, and what patches a model of long calls with a dispatcher."""
-    clock = Clock()
-    kernel_clock = Timed(lambda: None, clock, 1.0)
-
-    def load(*asked):
-        found = backend.load(*asked)
-        if not isinstance(found, Kernel):
-            return found
-        return found._replace(function=lambda *args, **keywords: (kernel_clock(), found.function(*args, **keywords))[1])
-
-    def patched(dispatcher):
-        comfy = FakeComfy(dispatcher, plain_model(**LONG))
-        comfy.native = Timed(comfy.native, clock, 10.0)
-        return comfy
-
-    session = make_session(replace(backend, load=load), order=[KERNEL], stopwatch=ClockStopwatch(clock))
-    return session, patched
 
 
 def one_call(args, kwargs):
@@ -353,17 +326,17 @@ def test_preparing_auto_loads_what_it_may_use_and_runs_nothing():
 @pytest.mark.parametrize("kernel", [KERNEL, "auto"])
 def test_preparing_looks_again_for_what_was_not_to_be_had(kernel):
     found = [(Refusal(RefusalCode.DOWNLOAD_FAILED, "no connection"),), Kernel(FakeKernel())]
-    session, patched = auto_session(fake_backend(load=lambda *asked: found.pop(0)))
-    first = make_dispatcher(session=session, kernel=kernel)
-    first.prepare(CPU)
-    comfy = patched(first)
+    machine = Machine()
+    machine.backends.append(fake_backend(load=lambda *asked: found.pop(0)))
+    session = machine.session()
+    comfy = machine.comfy(session=session, kernel=kernel)
+    comfy.dispatcher.prepare(CPU)
     comfy.sample()
-    assert refusal_codes(comfy.run()) == {"download_failed": 2}
-    second = make_dispatcher(session=session, kernel=kernel)
-    assert second.prepare(CPU) == ()
-    comfy = patched(second)
+    assert refusal_codes(comfy.run()) == {"download_failed": 3}
+    comfy = machine.comfy(session=session, kernel=kernel)
+    assert comfy.dispatcher.prepare(CPU) == ()
     comfy.sample()
-    assert served(comfy.run()) == {KERNEL: 2}
+    assert served(comfy.run()) == {KERNEL: 3}
 
 
 # -- window
@@ -609,21 +582,17 @@ def test_a_kernel_that_another_model_retired_is_not_called_by_the_plans_made_bef
 
 
 def test_the_next_kernel_takes_over_from_one_that_failed():
-    clock = Clock()
-    stopwatch = ClockStopwatch(clock)
     calls_before = []
 
-    def spoil(query, key, value, layout, scale, mask):
+    def spoil(*call):
         if calls_before:
             raise ValueError("bad")
-        return attention(query, key, value, layout, scale, mask)
+        return attention(*call)
 
-    failing = FakeKernel(spoil)
-    kernels = {"a": Timed(failing, clock, 1.0), "b": Timed(FakeKernel(), clock, 2.0)}
-    backends = [fake_backend(kernel, name=name) for name, kernel in kernels.items()]
-    session = make_session(*backends, order="ab", stopwatch=stopwatch)
-    comfy = FakeComfy(make_dispatcher(session=session, kernel="auto"), plain_model(calls=3, **LONG))
-    comfy.native = Timed(comfy.native, clock, 10.0)
+    machine = Machine()
+    failing = machine.add("a", 1.0, spoil=spoil)
+    machine.add("b", 2.0)
+    comfy = machine.comfy()
     comfy.sample((1.0, 0.5, 0.0))
     assert served(comfy.run()) == {"a": 6}
     calls_before.append(len(failing.calls))
