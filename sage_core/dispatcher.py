@@ -474,7 +474,8 @@ class Dispatcher:
         support = backend.support
         spec = AttentionSpec(
             arch=self.session.environment.arch_of(device),
-            dtype=support.dtypes[-1],
+            # what every GPU kernel takes; float32, where declared at all, is for CPUs
+            dtype="bfloat16" if "bfloat16" in support.dtypes else support.dtypes[-1],
             batch_size=1,
             num_qo_heads=1,
             num_kv_heads=1,

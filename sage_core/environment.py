@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -89,24 +90,22 @@ class Environment:
 def package_build(name: str) -> str | None:
     """A short hash over the compiled files of the distribution ``name``, over its Python files when it has none.
 
-    Two builds with one version string differ here. None when the distribution is not installed or lists no files.
+    Two builds with one version string differ here. A file that is listed but gone counts as not there. None
+    when the distribution is not installed or has no such files.
     """
     try:
         files = metadata.distribution(name).files
     except metadata.PackageNotFoundError:
         return None
-    files = [file for file in files or () if file.suffix in (*COMPILED_SUFFIXES, ".py")]
+    wanted = (*COMPILED_SUFFIXES, ".py")
+    files = [file for file in files or () if file.suffix in wanted and Path(str(file.locate())).is_file()]
     files = [file for file in files if file.suffix in COMPILED_SUFFIXES] or files
     digest = hashlib.sha256()
     for file in sorted(files, key=str):
-        path = file.locate()
-        try:
-            with open(path, "rb") as stream:
-                digest.update(str(file).encode())
-                while block := stream.read(1 << 20):
-                    digest.update(block)
-        except OSError:  # listed but gone: the rest still tells builds apart
-            digest.update(b"missing " + str(file).encode())
+        with open(str(file.locate()), "rb") as stream:
+            digest.update(str(file).encode())
+            while block := stream.read(1 << 20):
+                digest.update(block)
     return digest.hexdigest()[:12] if files else None
 
 

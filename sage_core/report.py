@@ -27,7 +27,8 @@ def build_report(snapshot: dict[str, Any] | None, version: str, prompt_id: str |
     runs = report["runs"]
     current = [run["id"] for run in runs if prompt_id is not None and run["prompt_id"] == prompt_id]
     report["shown"] = current or [run["id"] for run in runs[-1:]]
-    report["notes"] = list(_notes(report, bool(current), after))
+    # a script has no prompts, so nothing can be said about which of them a run was in
+    report["notes"] = list(_notes(report, bool(current) or prompt_id is None, after))
     return report
 
 

@@ -20,7 +20,7 @@ from .base import Backend, Kernel, Tolerance
 from .binding import declared, find_function, import_package, refuse_parameters
 
 PACKAGE = "sageattention"
-INSTALL_1 = "pip install 'sageattention<2' triton"
+INSTALL_1 = 'pip install "sageattention<2" triton'
 INSTALL_2 = "build SageAttention 2 from https://github.com/thu-ml/SageAttention, or install a wheel made for this torch"
 
 FP16_CUDA_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")

@@ -107,6 +107,7 @@ class Witness:
 
     def __call__(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         kwargs = {**kwargs, **self._adds}
+        options = kwargs.get("transformer_options") or {}
         native = []
 
         def seen(*received: Any, **keywords: Any) -> Any:
@@ -124,10 +125,16 @@ class Witness:
                 "unchanged": all(torch.equal(now, then) for now, then in zip(args[:3], before, strict=True)),
                 "same_layout": (output.shape, output.dtype) == (expected.shape, expected.dtype),
                 "error": distance(output, expected),
+                "sigma": _first(options.get("sigmas")),
+                "block": str(options.get("block") or options.get("block_type")),
                 "extras": sorted({*kwargs} - {"transformer_options", "_inside_attn_wrapper"}),
             }
         )
         return output
+
+
+def _first(sigmas: torch.Tensor | None) -> float | None:
+    return None if sigmas is None else float(sigmas[0])
 
 
 def _same(received: Any, given: Any) -> bool:

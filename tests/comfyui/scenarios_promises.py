@@ -54,7 +54,7 @@ def latents_of_everything_else(model: str) -> dict[str, Any]:
 
 
 HOST_MODULES = ("comfy", "comfy_api", "comfy_execution", "execution", "folder_paths", "latent_preview", "nodes")
-TORCH_MODULES = ("torch.nn.functional", "torch.nn.attention", "torch.nn.modules", "torch.cuda", "torch.compiler")
+TORCH_MODULES = ("torch.nn.functional", "torch.nn.attention", "torch.cuda", "torch.compiler")
 
 
 def functions() -> dict[str, str]:
