@@ -182,6 +182,7 @@ def fake_backend(
     load: Callable[..., Kernel | tuple[Refusal, ...]] | None = None,
     package: str = "",
     exact: bool = False,
+    auto: bool = True,
     tolerance: Tolerance = TOLERANCE,
     **support: Any,
 ) -> Backend:
@@ -195,6 +196,7 @@ def fake_backend(
         load=load or (lambda environment, arch, allow_download: kernel),
         package=package,
         exact=exact,
+        auto=auto,
     )
 
 

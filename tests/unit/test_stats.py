@@ -112,9 +112,7 @@ def test_shapes_that_differ_in_their_offset_only_are_one():
     (shape,) = make_run(plans).snapshot()["shapes"]
     assert (shape["kernel"], shape["calls"]) == ("a", 5)
     assert shape["spec"] == spec_to_json(make_spec())
-    assert make_run([UNREADABLE]).snapshot()["shapes"] == [
-        {"spec": None, "kernel": "native", "calls": 1, "times": {}}
-    ]
+    assert make_run([UNREADABLE]).snapshot()["shapes"] == [{"spec": None, "kernel": "native", "calls": 1, "times": {}}]
 
 
 def test_a_spec_as_json_has_plain_values_and_the_text_that_people_read():
