@@ -316,7 +316,7 @@ class Dispatcher:
             # without a call, or where another node may leave calls out, the next forward can be a different one
             if forward.plans and obstacle(options, OWN_KEY) is None:
                 run.silence(key, reason, forward.plans)
-        elif self._compares(run, key, options):
+        elif self._compares(run, key, options, output):
             output = self._compare(run, key, run_forward, waiter(t))
         return output
 
@@ -350,7 +350,7 @@ class Dispatcher:
         detail = f"the whole model call took {known.plan_ms:.4g} ms with kernels and {known.native_ms:.4g} ms natively"
         return Refusal(RefusalCode.NOT_WORTHWHILE, detail)
 
-    def _compares(self, run: Run, key: str, options: dict[str, Any]) -> bool:
+    def _compares(self, run: Run, key: str, options: dict[str, Any], output: Any) -> bool:
         """Whether this forward is to be run natively as well; notes it where something is in the way."""
         when = self.policy.compare_with_native
         disturbed = run.exact_from_now_on is not None or run.model_not_finite
@@ -361,6 +361,8 @@ class Dispatcher:
             run.compared(key, known, remembered=True)
             return False
         in_the_way = obstacle(options, OWN_KEY)
+        if next(tensors_of(output), None) is None:
+            in_the_way = "the model returns no tensor"
         if in_the_way is not None:
             run.note_once(f"not compared with native: {in_the_way}")
         return in_the_way is None

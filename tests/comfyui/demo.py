@@ -84,6 +84,8 @@ def graph(kernel: str) -> dict[str, Any]:
             skip_blocks="",
             if_unavailable="use native",
             allow_hub_download=False,
+            tolerance="normal (0.10)",
+            compare_with_native="first time",
         ),
         SAMPLER: node(
             "KSampler",

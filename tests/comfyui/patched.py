@@ -26,11 +26,14 @@ WIDGETS = {
     "skip_blocks": "",
     "if_unavailable": "use native",
     "allow_hub_download": False,
+    "tolerance": "normal (0.10)",
+    # the tests count calls and forwards; those made to compare have tests of their own
+    "compare_with_native": "never",
 }
 
 
 def apply(model: Any, **widgets: Any) -> Any:
-    """The MODEL that Apply SageAttention gives; widgets that are not named stand as in a new node."""
+    """The MODEL that Apply SageAttention gives; widgets that are not named stand as in a new node, except that nothing is compared."""
     return inside.execute("ApplySageAttention", model=model, **{**WIDGETS, **widgets}).args[0]
 
 
@@ -46,7 +49,8 @@ def last_run(model: Any) -> dict[str, Any]:
 def with_dispatcher(model: Any, kernel: str, *backends: Any, previous: Any = None, **policy: Any) -> tuple[Any, Any]:
     """A clone of the model patched for kernels of the test's own, in a Session of its own, and its dispatcher."""
     core, patch = inside.pack_module("sage_core"), inside.pack_module("nodes.patch_attention")
-    dispatcher = core.Dispatcher(core.Policy(kernel=kernel, **policy), core.Session(backends), previous)
+    policy = core.Policy(kernel=kernel, **{"compare_with_native": "never", **policy})
+    dispatcher = core.Dispatcher(policy, core.Session(backends), previous)
     return patch._patched(model, dispatcher), dispatcher
 
 
