@@ -158,14 +158,22 @@ class Timed:
 
 
 class ClockStopwatch(Stopwatch):
-    """Reads a Clock; ``runs`` counts what it was asked to time."""
+    """Reads a Clock; ``runs`` counts what it was asked to time, ``running`` says that it is timing now."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.runs = 0
+        self.running = False
 
     def run(self, function: Callable[[], object], calls: int, expected: Timing | None = None) -> Timing | Refusal:
         self.runs += 1
+        self.running = True
+        try:
+            return self._run(function, calls)
+        finally:
+            self.running = False
+
+    def _run(self, function: Callable[[], object], calls: int) -> Timing | Refusal:
         device_ms, host_ms = self.clock.device_ms, self.clock.host_ms
         for _ in range(calls):
             output = function()
@@ -332,8 +340,8 @@ class FakeComfy:
             return self.forward_once(self.attention, transformer_options)
 
         options = {**self.options, **options}
-        sigmas = torch.full((batch,), sigma)
-        return self.dispatcher.apply_model(Executor(apply_model, self), None, sigmas, None, None, None, options)
+        x, sigmas = torch.zeros(batch, 1), torch.full((batch,), sigma)
+        return self.dispatcher.apply_model(Executor(apply_model, self), x, sigmas, None, None, None, options)
 
     def sample(self, sigmas: Sequence[float] = (1.0, 0.0), callback: Any = None) -> list[Any]:
         """One run with one forward for each sigma but the last; the outputs of the forwards."""
