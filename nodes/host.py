@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,10 @@ def _comfyui_version() -> str:
 def _measurements_path() -> Path:
     import folder_paths
 
-    return Path(folder_paths.get_user_directory()) / "sagescope" / "measurements.json"
+    folder = Path(folder_paths.get_user_directory()) / "sagescope"
+    with suppress(OSError):  # a disk that cannot be written costs the memory of measurements, nothing else
+        folder.mkdir(parents=True, exist_ok=True)
+    return folder / "measurements.json"
 
 
 SESSION = Session(BACKENDS, host=_comfyui_version(), measurements_path=_measurements_path())

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Session:
     ) -> None:
         self.backends = tuple(backends)
         self.order = order
-        self.stopwatch = stopwatch
+        self.stopwatch = cache(stopwatch)
         self._measurements_path = measurements_path
         self.host = host
         self.generation = 0

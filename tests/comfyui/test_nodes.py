@@ -46,6 +46,16 @@ def test_inputs_of_apply_are_constants(host: Host) -> None:
             {"default": "use native", "options": ["use native", "stop with an error"]},
         ],
         "allow_hub_download": ["required", "BOOLEAN", {"default": False}],
+        "tolerance": [
+            "required",
+            "COMBO",
+            {"default": "normal (0.10)", "options": ["normal (0.10)", "strict (0.05)", "off"]},
+        ],
+        "compare_with_native": [
+            "required",
+            "COMBO",
+            {"default": "first time", "options": ["first time", "every run", "never"]},
+        ],
     }
     assert facts["inputs"] == expected
     assert list(facts["inputs"]) == list(expected)  # saved workflows hold widget values by position
@@ -102,6 +112,8 @@ def test_stop_with_an_error_raises_in_the_node_with_the_reasons(host: Host, kern
         ("skip_blocks", ["a", "1-", "-1", "5-2", "1.5", "0 1", "10000", "0-99999", "٣", None, 3]),
         ("if_unavailable", ["crash", None]),
         ("allow_hub_download", ["yes", 1, None]),
+        ("tolerance", ["0.1", 0.1, None]),
+        ("compare_with_native", ["always", True, None]),
     ],
 )
 def test_widget_value_out_of_range_is_refused_by_name(host: Host, name: str, values: list[Any]) -> None:

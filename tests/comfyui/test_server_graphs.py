@@ -164,7 +164,7 @@ def test_inputs_in_object_info_are_what_workflows_depend_on(server: Server) -> N
     info = server.get("/object_info/ApplySageAttention")["ApplySageAttention"]
     assert info["input_order"]["required"] == [
         *("model", "kernel", "smooth_k", "start_percent", "end_percent", "skip_blocks"),
-        *("if_unavailable", "allow_hub_download"),
+        *("if_unavailable", "allow_hub_download", "tolerance", "compare_with_native"),
     ]
     assert len(info["input"]["required"]["kernel"][1]["options"]) == 15
     assert (info["output"], info["category"], info["output_node"]) == (["MODEL"], "model/patch", False)
