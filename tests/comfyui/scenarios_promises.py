@@ -14,6 +14,7 @@ import comfy.ops
 import comfy.text_encoders.t5
 import torch
 from comfy.ldm.modules.diffusionmodules.model import AttnBlock, vae_attention
+from comfy_extras.nodes_model_advanced import ModelComputeDtype
 
 from patched import (
     NATIVE,
@@ -174,14 +175,25 @@ def _computed_elsewhere() -> dict[str, str]:
 # -- the whole contract of a call
 
 
-def contract(model: str, kernel: str, adds: dict[str, Any] | None = None) -> dict[str, Any]:
-    """What reached native attention and how far each call's output and the latent are from native ones."""
+def contract(
+    model: str, kernel: str, adds: dict[str, Any] | None = None, compute_dtype: str | None = None
+) -> dict[str, Any]:
+    """What reached native attention and how far each call's output and the latent are from native ones.
+
+    ``compute_dtype`` is an option of ComfyUI's node that sets the dtype of the model's activations.
+    """
     tiny = tiny_models.ALL[model]()
-    witness = Witness(apply(tiny.model, kernel=kernel), **(adds or {}))
+    sampled = tiny.model
+    if compute_dtype is not None:
+        (sampled,) = ModelComputeDtype().patch(sampled, compute_dtype)
+    adds = dict(adds or {})
+    if "attn_precision" in adds:
+        adds["attn_precision"] = getattr(torch, adds["attn_precision"])
+    witness = Witness(apply(sampled, kernel=kernel), **adds)
     latent = tiny.sample(witness.model)
     return {
         "calls": witness.calls,
-        "latent_error": distance(latent, tiny.sample()),
+        "latent_error": distance(latent, tiny.sample(sampled)),
         "run": last_run(witness.model),
     }
 

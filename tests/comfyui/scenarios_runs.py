@@ -354,7 +354,6 @@ def compiled(guard_filter: bool) -> list[dict[str, Any]]:
         return clone
 
     torch.compiler.reset()
-    counters = torch._dynamo.utils.counters["stats"]
     facts = []
     for model in (
         compile_node(tiny.model),
@@ -363,9 +362,11 @@ def compiled(guard_filter: bool) -> list[dict[str, Any]]:
         apply(compile_node(tiny.model), kernel="int8_reference"),
         compile_node(tiny.model),
     ):
+        torch._dynamo.utils.counters.clear()
         latent = digest(tiny.sample(model))
+        operators = torch._dynamo.utils.counters["stats"]["calls_captured"]
         runs = report(model)["runs"]
-        facts.append({"latent": latent, "runs": runs, "operators compiled": counters["calls_captured"]})
+        facts.append({"latent": latent, "runs": runs, "operators compiled": operators})
     torch.compiler.reset()
     quantized = apply(tiny.model, kernel="int8_reference")
     return [*facts, {"native": digest(tiny.sample()), "quantized": digest(tiny.sample(quantized))}]

@@ -80,10 +80,11 @@ def test_every_call_of_a_quantized_run_is_close_to_native(host: Host, model: str
     ("adds", "code", "detail"),
     [
         ({"low_precision_attention": False}, "low_precision_forbidden", "low_precision_attention=False"),
+        ({"attn_precision": "float32"}, "attn_precision", "float32"),
         ({"window_size": 5}, "unknown_argument", "window_size"),
         ({"sink": None, "bias": [1.0]}, "unknown_argument", "bias, sink"),
     ],
-    ids=["opt-out", "unknown keyword", "two unknown keywords"],
+    ids=["opt-out", "fp32 wanted", "unknown keyword", "two unknown keywords"],
 )
 @pytest.mark.parametrize("model", ["wan", "sdxl"])
 def test_arguments_that_no_kernel_honours_make_calls_native(
@@ -96,6 +97,17 @@ def test_arguments_that_no_kernel_honours_make_calls_native(
     assert refusal["code"] == code
     assert detail in refusal["detail"]
     assert refusal["calls"] == len(facts["calls"])
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("model", ["wan", "flux"])
+def test_half_precision_calls_come_back_in_their_dtype(host: Host, model: str, dtype: str) -> None:
+    facts = host.run("scenarios_promises:contract", model=model, kernel="int8_reference", compute_dtype=dtype)
+    assert all(call["same_layout"] and call["unchanged"] for call in facts["calls"])
+    assert all(0 < call["error"] < CALL_ERROR for call in facts["calls"])
+    name = {"bf16": "bfloat16", "fp16": "float16"}[dtype]
+    assert {shape["spec"]["dtype"] for shape in facts["run"]["shapes"]} == {name}
+    assert 0 < facts["latent_error"] < LATENT_ERROR
 
 
 def test_allowed_low_precision_changes_nothing(host: Host) -> None:

@@ -184,7 +184,9 @@ def test_compiled_model_counts_each_call_and_keeps_its_bits(host: Host) -> None:
     latents = [fact["latent"] for fact in facts]
     native, quantized = eager["native"], eager["quantized"]
     assert latents == [native, quantized, native, quantized, native]
-    assert facts[0]["operators compiled"] > 0
+    # the model's operators are compiled, a kernel's are not: it runs between compiled graphs
+    operators = [fact["operators compiled"] for fact in facts]
+    assert 0 < max(operators) == operators[0]
     served = [[kernels(run) for run in fact["runs"]] for fact in facts]
     assert served == [[], [{"int8_reference": 3}], [{"native": 3}], [{"int8_reference": 3}], []]
 
