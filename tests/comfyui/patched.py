@@ -33,7 +33,7 @@ WIDGETS = {
 
 
 def apply(model: Any, **widgets: Any) -> Any:
-    """The MODEL that Apply SageAttention gives; widgets that are not named stand as in a new node, except that nothing is compared."""
+    """The MODEL that Apply SageAttention gives; widgets not named stand as in a new node, but nothing is compared."""
     return inside.execute("ApplySageAttention", model=model, **{**WIDGETS, **widgets}).args[0]
 
 
@@ -54,11 +54,11 @@ def with_dispatcher(model: Any, kernel: str, *backends: Any, previous: Any = Non
     return patch._patched(model, dispatcher), dispatcher
 
 
-def backend(name: str, function: Callable[..., Any], **support: Any) -> Any:
+def backend(name: str, function: Callable[..., Any], options: str = "attn_mask enable_gqa", **support: Any) -> Any:
     """A kernel of the test's own that any device and dtype may use."""
     base, limits = inside.pack_module("sage_core.backends.base"), inside.pack_module("sage_core.support")
     accepts = {"archs": None, "dtypes": ("float32", "float16", "bfloat16"), "mask_kinds": limits.EVERY_MASK, **support}
-    kernel = base.Kernel(function, frozenset({"attn_mask", "enable_gqa"}))
+    kernel = base.Kernel(function, frozenset(options.split()))
     return base.Backend(
         name=name,
         support=limits.Support(**accepts),

@@ -21,12 +21,14 @@ from patched import (
     OVERRIDE,
     Witness,
     apply,
+    backend,
     calls_by_kernel,
     calls_counted,
     digest,
     distance,
     last_run,
     report,
+    with_dispatcher,
 )
 from stand_ins import tiny_models
 
@@ -198,10 +200,18 @@ def contract(
     }
 
 
-def single_calls(shapes: Sequence[str], kernel: str = "int8_reference") -> list[dict[str, Any]]:
-    """Calls of every form that ComfyUI's attention functions take, one by one through this ComfyUI's own functions."""
+def single_calls(shapes: Sequence[str], layout: str | None) -> list[dict[str, Any]]:
+    """Calls of every form that ComfyUI's attention functions take, one by one through this ComfyUI's own functions.
+
+    They go to int8_reference, or to an exact kernel that takes one ``layout`` and no grouped heads.
+    """
     tiny = tiny_models.wan()
-    witness = Witness(apply(tiny.model, kernel=kernel))
+    if layout is None:
+        patched = apply(tiny.model, kernel="int8_reference")
+    else:
+        plain = backend("plain", _plain_kernel, options="attn_mask", tensor_layouts=(layout,))
+        patched, _ = with_dispatcher(tiny.model, "plain", plain)
+    witness = Witness(patched)
     options = witness.model.model_options["transformer_options"]
     facts = []
     for form in _forms(shapes):
@@ -212,6 +222,16 @@ def single_calls(shapes: Sequence[str], kernel: str = "int8_reference") -> list[
             function(*inputs, heads, transformer_options={OVERRIDE: options[OVERRIDE]}, **form)
         facts.append({"form": name, **witness.calls[-1]})
     return facts
+
+
+def _plain_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *, tensor_layout: str, **options: Any
+) -> torch.Tensor:
+    if tensor_layout == "NHD":
+        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    mask, scale = options.get("attn_mask"), options["sm_scale"]
+    output = torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    return output if tensor_layout == "HND" else output.transpose(1, 2)
 
 
 def _forms(shapes: Sequence[str]) -> list[dict[str, Any]]:

@@ -107,6 +107,25 @@ def split_conditions() -> dict[str, Any]:
         return {"calls": calls(), "run": last_run(patched)}
 
 
+def previews() -> dict[str, list[Any]]:
+    """What a sampler's callback, which draws previews and progress, gets without the node and behind it."""
+    tiny = tiny_models.flux()
+    positive, negative = (tiny_models.conditioning(*tiny.text, tiny.pooled, seed) for seed in (10, 11))
+    latent = torch.zeros(tiny.latent)
+    seen: dict[str, list[Any]] = {}
+    for name, model in {"without": tiny.model, "behind": apply(tiny.model, kernel=NATIVE)}.items():
+        calls = seen[name] = []
+
+        def callback(*given: Any, calls: list[Any] = calls) -> None:
+            calls.append([digest(value) if torch.is_tensor(value) else value for value in given])
+
+        with torch.inference_mode():
+            noise = comfy.sample.prepare_noise(latent, 1)
+            comfy.sample.sample(model, noise, 3, 3.0, "dpmpp_2m", "simple", positive, negative, latent,
+                                callback=callback, disable_pbar=True)  # fmt: skip
+    return seen
+
+
 # -- other patches before and after the node
 
 

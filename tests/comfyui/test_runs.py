@@ -120,6 +120,12 @@ def test_conditions_that_need_a_forward_each_are_counted_so(host: Host) -> None:
     assert facts["run"]["calls"] == facts["calls"]
 
 
+def test_sampler_callback_gets_what_it_gets_without_the_node(host: Host) -> None:
+    seen = host.run("scenarios_runs:previews")
+    assert seen["behind"] == seen["without"]
+    assert [call[0] for call in seen["without"]] == [0, 1, 2]
+
+
 # -- other patches around the node
 
 
