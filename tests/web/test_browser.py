@@ -159,7 +159,7 @@ def _check_against_history(tab: Tab) -> None:
     kernels, shapes, sites, machine = tab.tables()
     assert kernels == [[e["kernel"], str(e["calls"]), f"{e['share']:.1%}"] for e in run["calls_by_kernel"]]
     assert shapes == [[s["spec"]["text"], s["kernel"], str(s["calls"])] for s in run["shapes"]]
-    assert [(row[0], row[2], row[4]) for row in sites] == [
+    assert [(row[0], row[2], row[5]) for row in sites] == [
         (str(site["site"]), site["kernel"], str(site["calls"])) for site in run["sites"]
     ]
     assert ["ComfyUI", report["environment"]["comfyui"]] in machine
