@@ -49,11 +49,15 @@ class RefusalCode(str, Enum):
     COMPARED = "compared"
 
 
+BEYOND_A_LIMIT = "Nothing to do: other attention serves these calls. If only this kernel has the limit, choose another."
+
 ADVICE: dict[RefusalCode, str] = {
     RefusalCode.OBSERVE_ONLY: "Nothing to do: kernel is set to 'native (observe only)'.",
     RefusalCode.OUTSIDE_WINDOW: "Widen start_percent and end_percent to cover these steps.",
     RefusalCode.SKIPPED_BLOCK: "Remove the block from skip_blocks to have it served.",
-    RefusalCode.DOWNLOAD_NOT_ALLOWED: "Turn on allow_hub_download once, or fetch the kernel into the local Hub cache.",
+    RefusalCode.DOWNLOAD_NOT_ALLOWED: (
+        "Turn on allow_hub_download, or name what is missing in LOCAL_KERNELS as repository=folder."
+    ),
     RefusalCode.LOW_PRECISION_FORBIDDEN: "Nothing to do: the model asks for exact attention here.",
     RefusalCode.ATTN_PRECISION: "Nothing to do: the model asks for fp32 attention here.",
     RefusalCode.UNKNOWN_ARGUMENT: "Update the pack: this ComfyUI passes an argument it does not know yet.",
@@ -61,14 +65,14 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.GRADIENT: "Nothing to do: training needs gradients and the kernels are inference only.",
     RefusalCode.AUTOCAST: "Turn autocast off around the model, or leave these calls to native attention.",
     RefusalCode.TENSOR_TYPE: "Nothing to do: only plain dense tensors can be handed to a kernel.",
-    RefusalCode.ARCH: "Choose a kernel that is made for this GPU, or leave kernel on 'auto'.",
+    RefusalCode.ARCH: "Choose a kernel by name that is made for this device, or leave these calls to native attention.",
     RefusalCode.DTYPE: "Run the model in bf16 or fp16 (for example with the ModelComputeDtype node).",
-    RefusalCode.HEAD_DIM: "Choose a kernel that takes this head_dim, or leave kernel on 'auto'.",
-    RefusalCode.ATTN_MASK: "Choose a kernel that honours attn_mask, or leave kernel on 'auto'.",
-    RefusalCode.SM_SCALE: "Choose a kernel that takes sm_scale, or leave kernel on 'auto'.",
+    RefusalCode.HEAD_DIM: BEYOND_A_LIMIT,
+    RefusalCode.ATTN_MASK: BEYOND_A_LIMIT,
+    RefusalCode.SM_SCALE: BEYOND_A_LIMIT,
     RefusalCode.SMOOTH_K: "Set smooth_k to 'auto': this kernel has no such switch.",
-    RefusalCode.KV_LEN: "Choose a kernel without this limit on the sequence length, or leave kernel on 'auto'.",
-    RefusalCode.SHAPE: "Choose a kernel that takes these shapes, or leave kernel on 'auto'.",
+    RefusalCode.KV_LEN: BEYOND_A_LIMIT,
+    RefusalCode.SHAPE: BEYOND_A_LIMIT,
     RefusalCode.OFFSET: "Lower the batch size or the resolution: the kernel counts elements in 32 bits.",
     RefusalCode.NOT_INSTALLED: "Install the package that the detail names, then restart ComfyUI.",
     RefusalCode.FUNCTION_MISSING: "Install a build of the package that has this function, then restart ComfyUI.",
@@ -78,10 +82,10 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.TRIAL: "Update or reinstall the package: on a small known example it gave a wrong result.",
     RefusalCode.OUT_OF_MEMORY: "Lower the resolution or free VRAM; the next run tries again.",
     RefusalCode.KERNEL_ERROR: "See the log for the kernel's own error; restart ComfyUI to try it again.",
-    RefusalCode.ACCURACY: "Nothing to do: exact attention serves this site, where the kernel is not accurate enough.",
-    RefusalCode.NOT_FINITE: "Nothing to do: native attention took over. bf16 values beyond fp16's range do this.",
-    RefusalCode.COMPARED: "Nothing to do: set compare_with_native to 'never' to save the extra forwards.",
-    RefusalCode.NOT_WORTHWHILE: "Nothing to do: other attention is as fast here.",
+    RefusalCode.ACCURACY: "Nothing to do: other attention serves this site, where the kernel is not accurate enough.",
+    RefusalCode.NOT_FINITE: "Nothing to do: other attention took over. bf16 values beyond fp16's range can do this.",
+    RefusalCode.COMPARED: "Nothing to do. With compare_with_native on 'never' there are no such forwards.",
+    RefusalCode.NOT_WORTHWHILE: "Nothing to do: other attention serves. A kernel that is chosen by name is not timed.",
 }
 """What a person can do about each code."""
 

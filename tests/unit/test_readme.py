@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from pathlib import Path
 
@@ -19,11 +20,17 @@ from sage_core import (
     TOLERANCES,
     UNAVAILABLE_CHOICES,
     Dispatcher,
+    comparing,
+    planning,
+    ranking,
 )
+from sage_core.accuracy import sample_rows
 from sage_core.backends import STARTING_ORDER, Backend, Preference, comfy_kitchen, hub, sageattention, sageattn3
 from sage_core.backends.base import Tolerance
+from sage_core.planning import Planner
 from sage_core.refusal import RefusalCode
 from sage_core.selection import select
+from sage_core.stats import Run
 from sage_core.support import Support
 
 ROOT = Path(__file__).parents[2]
@@ -51,6 +58,35 @@ def tables(text: str) -> list[list[list[str]]]:
 
 def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
+
+
+# -- what it promises
+
+
+def test_numbers_of_the_promises_are_those_of_the_code() -> None:
+    promises = " ".join(section("What it promises today").split())
+    side = math.isqrt(planning.MIN_SCORES)
+    rows = inspect.signature(sample_rows).parameters["count"].default
+    for said in (
+        f"takes {ranking.MARGIN * 100:g} % less than the best exact one",
+        f"takes {ranking.NOISE * 100:g} % less than native",
+        f"fewer than {side} x {side} query times key tokens",
+        f"2 to {2 * comparing.MAX_ROUNDS} model calls more",
+        f"faster by {comparing.NOISE * 100:g} %",
+        f"up to {rows} sampled query rows",
+    ):
+        assert said in promises
+
+
+def test_steps_of_the_checks_are_those_of_the_code() -> None:
+    run = Run(1, None, None)
+    run.total_steps = 20
+    checked = []
+    for step in range(20):
+        run.step = step
+        checked += [step] if run.takes_check() else []
+    assert checked == [0, 5, 10, 15]
+    assert "the first, and a quarter, half and three quarters" in section("What it promises today")
 
 
 # -- kernels
@@ -85,6 +121,11 @@ def test_row_of_a_kernel_has_its_limits(backend: Backend) -> None:
         assert head_dim == f"up to {support.max_head_dim}"
     elif not support.rules:
         assert head_dim == "any"
+
+
+def test_kernels_that_auto_never_takes_are_named() -> None:
+    (named,) = re.findall(r"`auto` never takes (.*?): choose", section("Every kernel"), flags=re.DOTALL)
+    assert quoted(named) == [backend.name for backend in BACKENDS if not backend.auto]
 
 
 # -- what auto tries, and what to install
@@ -154,7 +195,7 @@ def test_every_reason_that_the_code_gives_is_explained_and_no_other() -> None:
     assert sorted(explained) == sorted(given)
 
 
-@pytest.mark.parametrize("title", ["Why not", "Shapes", "Sites", "What happened", "Machine"])
+@pytest.mark.parametrize("title", ["Why not", "Shapes", "Measured for one call", "Sites", "What happened", "Machine"])
 def test_every_part_of_the_report_is_explained(title: str) -> None:
     assert title in (ROOT / "sage_core" / "report.py").read_text(encoding="utf-8")
     assert f"**{title}**" in section("How to read the report")
@@ -224,8 +265,9 @@ def test_links_and_pictures_lead_somewhere() -> None:
 
 
 def test_functions_that_are_named_exist() -> None:
-    assert {"Dispatcher.attend", "select"} <= set(quoted(section("Where things are")))
+    assert {"Dispatcher.attend", "Planner.plan", "select"} <= set(quoted(section("Where things are")))
     assert callable(Dispatcher.attend)
+    assert callable(Planner.plan)
     assert callable(select)
 
 
