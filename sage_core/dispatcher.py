@@ -335,10 +335,12 @@ class Dispatcher:
         """What makes two forwards alike: device, model, what native means, sizes of the inputs, what was chosen."""
         base_model = getattr(executor, "class_obj", None)
         model = type(getattr(base_model, "diffusion_model", base_model))
+        # width and depth: models of one class come in several sizes
+        config = getattr(getattr(base_model, "model_config", None), "unet_config", "")
         sizes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(list(inputs))]
         native = "" if self.previous is None else f" over {describe_function(self.previous)}"
         chosen = f"{self.policy.plan_key()}{native}"
-        return f"{self.session.device_name(device)}: {model.__module__}.{model.__qualname__} {sizes} {chosen}"
+        return f"{self.session.device_name(device)}: {model.__module__}.{model.__qualname__} {config} {sizes} {chosen}"
 
     def _not_faster(self, key: str) -> Refusal | None:
         """Why a forward is native as a whole: it was compared, and the plan did not pay off."""
