@@ -32,6 +32,9 @@ from patched import (
 )
 from stand_ins import tiny_models
 
+NEW = {"compare_with_native": "first time"}
+"""What a new node has where the tests of counts want no forward made only to compare."""
+
 # -- contained: nothing but the node's own output changes
 
 
@@ -52,6 +55,8 @@ def latents_of_everything_else(model: str) -> dict[str, Any]:
         "kernel native": apply(tiny.model, kernel=NATIVE),
         "kernel native after another Apply": apply(patched, kernel=NATIVE),
         "kernel auto without a GPU": apply(tiny.model, kernel="auto"),
+        "kernel native in a new node": apply(tiny.model, kernel=NATIVE, **NEW),
+        "kernel auto in a new node": apply(tiny.model, kernel="auto", **NEW),
     }
     return {"quantized": quantized, "native": {name: digest(tiny.sample(m)) for name, m in latents.items()}}
 
@@ -103,7 +108,7 @@ def changed_by_patching(kernel: str) -> dict[str, list[str]]:
     tiny = tiny_models.wan()
     tiny.sample()  # imports and settings that the first sampling brings are ComfyUI's own
     functions_before, state_before = _functions(), _global_state()
-    patched = apply(tiny.model, kernel=kernel)
+    patched = apply(tiny.model, kernel=kernel, **NEW)
     state_patched = _global_state()
     tiny.sample(patched)
     functions_after, state_after = _functions(), _global_state()
