@@ -59,6 +59,8 @@ def site_errors(call: AttentionCall, spec: AttentionSpec, output: Tensor, exact:
     else:
         if mask is not None and mask.shape[2] > 1:
             mask = mask.index_select(2, rows)
+        if mask is not None and mask.dtype is not torch.bool:
+            mask = mask.to(query.dtype)  # PyTorch's attention adds no other dtype
         reference = scaled_dot_product_attention(
             query.index_select(2, rows),
             key,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,8 @@ class Comparison(NamedTuple):
             return None
         numbers = [number for name, number in value.items() if name.endswith("_ms") or number is not None]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+            return None
+        if not (value["native_ms"] > 0 and value["plan_ms"] > 0):
             return None
         return cls(**value)
 
@@ -89,6 +91,21 @@ def obstacle(options: dict[str, Any], own_key: str) -> str | None:
         if others:
             return f"another node wraps the model call ({', '.join(map(str, others))})"
     return None
+
+
+def lasting_obstacle(model_options: dict[str, Any], object_patches: Iterable[str]) -> str | None:
+    """Why no forward of a run can be repeated: what caches steps often stands outside the wrappers."""
+    if model_options.get("model_function_wrapper") is not None:
+        return "another node wraps the model function"
+    replaced = [name for name in object_patches if name.startswith("diffusion_model")]
+    return f"another node replaced {replaced[0]}" if replaced else None
+
+
+def own_control(control: Any) -> Any:
+    """A ControlNet's output for one forward of its own: UNets take the entries out of the lists they are given."""
+    if not isinstance(control, dict):
+        return control
+    return {name: list(entries) if isinstance(entries, list) else entries for name, entries in control.items()}
 
 
 def _flat(output: Any) -> torch.Tensor:

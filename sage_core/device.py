@@ -29,3 +29,23 @@ def waiter(tensor: torch.Tensor) -> Callable[[], object]:
         return lambda: None
     synchronize = getattr(torch, device.type).synchronize
     return partial(synchronize, device) if device.type == "cuda" else synchronize
+
+
+class RandomState:
+    """The state of PyTorch's random generators: a forward that is run again must draw what it drew before, and the
+    forwards after it what they would have drawn."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._repeats = False
+        self._host = torch.get_rng_state()
+        self._accelerator = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+    def restore_before_repeat(self) -> None:
+        """Called before each time; the first is left alone, as other threads may have drawn since."""
+        if not self._repeats:
+            self._repeats = True
+            return
+        torch.set_rng_state(self._host)
+        if self._accelerator is not None:
+            torch.cuda.set_rng_state(self._accelerator, self._device)

@@ -10,6 +10,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.compiler import is_compiling
@@ -17,8 +18,9 @@ from torch.compiler import is_compiling
 from .backends.base import Backend, Kernel
 from .call import AttentionCall, CallKey, Native, decision_key
 from .checking import SiteAccuracy
-from .comparing import Comparison, compare_forwards, obstacle
-from .device import waiter
+from .comparing import Comparison, compare_forwards, lasting_obstacle, obstacle, own_control
+from .device import RandomState, waiter
+from .failure import explain, naming
 from .outputs import all_finite, tensors_of
 from .planning import Planner, block_key
 from .policy import AUTO, NATIVE_ONLY, Policy
@@ -98,6 +100,7 @@ class Dispatcher:
         self._generation = session.generation
         self._threads = threading.local()
         self._run: Run | None = None
+        self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """Itself: old ComfyUI copies model options deeply, and the copies must go on counting in one place."""
@@ -172,7 +175,7 @@ class Dispatcher:
             self._banned.get((key, place), ()),
         )
         full = next((refusal for _, refusal in plan.reasons() if refusal.code is RefusalCode.OUT_OF_MEMORY), None)
-        if full is not None and full is not place[1]:  # met by a trial just now: the next run tries again
+        if full is not None and full is not place[1]:  # met just now: the next run tries again
             self._leave_to_native(forward, full)
             return plan
         if self._count >= MAX_PLANS:
@@ -227,7 +230,9 @@ class Dispatcher:
             self._banned.clear()
         for key, alike in list(self._plans.items()):  # other threads go on planning
             for place in [place for place, plan in list(alike.items()) if plan in banned]:
-                plan = alike.pop(place)
+                plan = alike.pop(place, None)
+                if plan is None:  # another thread was first
+                    continue
                 verdict = Verdict(plan.kernel, (refusal_of(plan),))
                 if key is not None:
                     self._banned[key, place] = (*self._banned.get((key, place), ()), verdict)
@@ -253,22 +258,15 @@ class Dispatcher:
         """The wrapper around the sampler: a run starts and ends."""
         patcher = executor.class_obj.model_patcher
         run = self.stats.open(*self._host_context(), model=type(patcher.model).__name__)
-        run.total_steps = max(len(sigmas) - 1, 0)
-        if not self.policy.whole_schedule:
-            # asked now, not in the node: nodes after ours may change the schedule
-            sampling = patcher.get_model_object("model_sampling")
-            ends = [sampling.percent_to_sigma(at) for at in (self.policy.start_percent, self.policy.end_percent)]
-            # in float32 as the sampler's sigmas are, so that a step exactly at an end is inside
-            first, last = torch.tensor(ends, dtype=torch.float32).tolist()
-            run.window = (first, last)
 
-        def count_step(step: int, *progress: Any) -> Any:
-            run.step = step + 1
-            return None if callback is None else callback(step, *progress)
+        def count_step(step: int, *progress: Any, **named: Any) -> Any:
+            run.step = int(step) + 1
+            return None if callback is None else callback(step, *progress, **named)
 
         around, self._run = self._run, run
         status = "error"
         try:
+            self._begin(run, patcher, sigmas)
             result = executor(noise, latent_image, sampler, sigmas, denoise_mask, count_step, *args, **kwargs)
             status = "finished"
             return result
@@ -279,8 +277,22 @@ class Dispatcher:
         finally:
             self._run = around
             run.close(status)
-            self.session.measurements.flush()
+            self.session.flush()
             logger.info("SageScope: %s", run.summary())
+
+    def _begin(self, run: Run, patcher: Any, sigmas: Any) -> None:
+        """What is known of a run before its first forward."""
+        run.total_steps = max(len(sigmas) - 1, 0)
+        run.obstacle = lasting_obstacle(
+            getattr(patcher, "model_options", {}), getattr(patcher, "object_patches", {}).keys()
+        )
+        if not self.policy.whole_schedule:
+            # asked now, not in the node: nodes after ours may change the schedule
+            sampling = patcher.get_model_object("model_sampling")
+            ends = [sampling.percent_to_sigma(at) for at in (self.policy.start_percent, self.policy.end_percent)]
+            # in float32 as the sampler's sigmas are, so that a step exactly at an end is inside
+            first, last = torch.tensor(ends, dtype=torch.float32).tolist()
+            run.window = (first, last)
 
     def apply_model(self, executor: Any, x: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around the model call: a forward starts and ends."""
@@ -291,34 +303,53 @@ class Dispatcher:
         if override != self.attend and run.replaced_by is None:
             run.replaced_by = describe_function(override)
         reason = self._whole_forward_refusal(run, t)
-        key = self._forward_key(executor, t.device, (x, *args, *kwargs.values()))
+        # all inputs but the options, whose schedule has a length of its own
+        named = [value for name, value in kwargs.items() if name != "transformer_options"]
+        key = self._forward_key(executor, t.device, [x, *args[:3], *args[4:], *named], options)
         if reason is None and (self.policy.compare_with_native != "every run" or run.comparison_of(key) is not None):
             reason = self._not_faster(key)
-        silent = run.silent_plans(key, reason)
+        in_the_way = run.obstacle or obstacle(options, OWN_KEY)
+        silent = run.silent_plans(key, reason) if in_the_way is None else None
         if silent is not None and override == self.attend:
             run.record(silent)
             return self._run_without_override(executor, x, t, args, kwargs, options)
 
+        random = RandomState(t.device)
+
         def run_forward(forward: Forward) -> Any:
             around = getattr(self._threads, "forward", None)
             self._threads.forward = forward
+            random.restore_before_repeat()
             try:
-                return executor(x, t, *args, **kwargs)
+                return executor(x, t, *_own(args), **kwargs)
             finally:
                 self._threads.forward = around
                 run.record(forward.plans, extra=forward.extra)
 
+        def run_bare() -> Any:
+            """Native as it is without the pack, for a fair comparison."""
+            if override != self.attend:
+                return run_forward(Forward(run, COMPARED, extra=True))
+            run.record(forward.plans, extra=True)
+            random.restore_before_repeat()
+            return self._run_without_override(executor, x, t, args, kwargs, options)
+
         forward = Forward(run, reason)
-        if run.takes_check():
+        if reason is None and run.takes_check():
             forward.watch = _check
+        before = self._settled(run)
         output = self._approve(forward, run_forward(forward), run_forward)
         if all(plan.serve is None for plan in forward.plans):
             # without a call, or where another node may leave calls out, the next forward can be a different one
-            if forward.plans and obstacle(options, OWN_KEY) is None:
+            if forward.plans and in_the_way is None:
                 run.silence(key, reason, forward.plans)
-        elif self._compares(run, key, options, output):
-            output = self._compare(run, key, run_forward, waiter(t))
+        elif self._settled(run) == before and self._compares(run, key, in_the_way, output):
+            output = self._compare(run, key, run_bare, run_forward, waiter(t), output)
         return output
+
+    def _settled(self, run: Run) -> tuple[int, int, bool]:
+        """Changes when a site loses its kernel: a forward in which that happens is none to be timed."""
+        return run.rescued, len(self._banned), run.exact_from_now_on is None
 
     def _run_without_override(
         self, executor: Any, x: Any, t: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
@@ -328,19 +359,20 @@ class Dispatcher:
         if self.previous is not None:
             bare[OVERRIDE] = self.previous
         if "transformer_options" in kwargs:
-            return executor(x, t, *args, **{**kwargs, "transformer_options": bare})
-        return executor(x, t, *args[:3], bare, *args[4:], **kwargs)
+            return executor(x, t, *_own(args), **{**kwargs, "transformer_options": bare})
+        return executor(x, t, *_own(args)[:3], bare, *args[4:], **kwargs)
 
-    def _forward_key(self, executor: Any, device: torch.device, inputs: Iterable[Any]) -> str:
+    def _forward_key(self, executor: Any, device: torch.device, inputs: list[Any], options: dict[str, Any]) -> str:
         """What makes two forwards alike: device, model, what native means, sizes of the inputs, what was chosen."""
         base_model = getattr(executor, "class_obj", None)
-        model = type(getattr(base_model, "diffusion_model", base_model))
-        # width and depth: models of one class come in several sizes
-        config = getattr(getattr(base_model, "model_config", None), "unet_config", "")
-        sizes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(list(inputs))]
+        network = getattr(base_model, "diffusion_model", base_model)
+        model = self._models.get(network) if network is not None else ""
+        if model is None:
+            model = self._models[network] = _describe_model(network)
+        sizes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(inputs)]
         native = "" if self.previous is None else f" over {describe_function(self.previous)}"
-        chosen = f"{self.policy.plan_key()}{native}"
-        return f"{self.session.device_name(device)}: {model.__module__}.{model.__qualname__} {config} {sizes} {chosen}"
+        chosen = f"{self.policy.plan_key()}{native} {sorted(options.get('patches') or ())}"
+        return f"{self.session.device_name(device)}: {model} {sizes} {chosen}"
 
     def _not_faster(self, key: str) -> Refusal | None:
         """Why a forward is native as a whole: it was compared, and the plan did not pay off."""
@@ -352,37 +384,44 @@ class Dispatcher:
         detail = f"the whole model call took {known.plan_ms:.4g} ms with kernels and {known.native_ms:.4g} ms natively"
         return Refusal(RefusalCode.NOT_WORTHWHILE, detail)
 
-    def _compares(self, run: Run, key: str, options: dict[str, Any], output: Any) -> bool:
+    def _compares(self, run: Run, key: str, in_the_way: str | None, output: Any) -> bool:
         """Whether this forward is to be run natively as well; notes it where something is in the way."""
         when = self.policy.compare_with_native
-        disturbed = run.exact_from_now_on is not None or run.model_not_finite
-        if when == "never" or run.comparison_of(key) is not None or disturbed:
+        if when == "never" or not run.may_compare(key) or run.exact_from_now_on is not None:
             return False
         known = Comparison.from_json(self.session.measurements.get("forwards", key))
         if when == "first time" and known is not None:
             run.compared(key, known, remembered=True)
             return False
-        in_the_way = obstacle(options, OWN_KEY)
         if next(tensors_of(output), None) is None:
             in_the_way = "the model returns no tensor"
         if in_the_way is not None:
-            run.note_once(f"not compared with native: {in_the_way}")
+            run.leave_uncompared(key, in_the_way)
         return in_the_way is None
 
-    def _compare(self, run: Run, key: str, run_forward: Callable[[Forward], Any], wait: Callable[[], object]) -> Any:
+    def _compare(
+        self,
+        run: Run,
+        key: str,
+        native: Callable[[], Any],
+        run_forward: Callable[[Forward], Any],
+        wait: Callable[[], object],
+        output: Any,
+    ) -> Any:
         """Run the forward both ways, remember what came of it, and hand on the better one's output."""
-        natively = Refusal(RefusalCode.COMPARED, "the forward was run natively as well, to compare")
-
-        def native() -> Any:
-            return run_forward(Forward(run, natively, extra=True))
 
         def plan() -> Any:
             forward = Forward(run, None, extra=True)
             return self._approve(forward, run_forward(forward), run_forward)
 
-        comparison, native_output, plan_output = compare_forwards(native, plan, wait)
-        if run.exact_from_now_on is not None:  # memory ran out in between: this is not the plan's time
-            return native_output
+        before = self._settled(run)
+        try:
+            comparison, native_output, plan_output = compare_forwards(native, plan, wait)
+        except torch.OutOfMemoryError as error:
+            run.leave_uncompared(key, explain(error, NATIVE).detail)
+            return output
+        if self._settled(run) != before:  # planning anew was timed as well
+            return plan_output
         self.session.measurements.put("forwards", key, comparison._asdict())
         run.compared(key, comparison, remembered=False)
         if self.policy.kernel != AUTO or comparison.faster:
@@ -396,12 +435,13 @@ class Dispatcher:
         Waits for the device, once, and only when a quantized kernel served a call.
         """
         run = forward.run
-        while any(plan.quantized for plan in forward.plans) and not run.model_not_finite:
-            finite, accuracies = _read(output, forward.seen)
+        while any(plan.quantized for plan in forward.plans):
+            with naming(_kernels(forward.plans)):
+                finite, accuracies = _read(output, forward.seen)
             if not finite:
                 return self._rescue(forward, run_forward)
             failed = self._drifted(forward, accuracies)
-            if not failed or run.step > 0:
+            if not failed or run.obstacle is not None or run.step != run.first_check:
                 break
             # the first check of a run comes before anything is handed on
             forward = Forward(run, forward.reason, forward.extra)
@@ -431,18 +471,21 @@ class Dispatcher:
         output = run_forward(forward)
         run.rescued += 1
         if not all_finite(output):
-            run.model_not_finite = True
-            run.note("the model itself produced NaN or Inf: native attention gives them too")
-            logger.warning("SageScope: the model itself produced NaN or Inf, with native attention too.")
+            found = "the model itself produced NaN or Inf: native attention gives them too"
+            if run.obstacle is not None:
+                found = f"native attention gave NaN or Inf too, but the forward may not be repeatable: {run.obstacle}"
+            run.exact_from_now_on = Refusal(RefusalCode.NOT_FINITE, found)
+            run.note(found)
+            logger.warning("SageScope: step %d: %s. The rest of this run is native.", run.step, found)
             return output
-        finite = torch.stack([flag for _, _, flag in forward.seen]).tolist() if forward.seen else []
+        finite = [bool(flag) for _, _, flag in forward.seen]
         guilty = {plan for (_, plan, _), ok in zip(forward.seen, finite, strict=True) if not ok}
         # none found: the error grew behind attention, so none of them is above suspicion
         guilty = guilty or {plan for plan in broken.plans if plan.quantized}
         self._ban(
             guilty, lambda plan: Refusal(RefusalCode.NOT_FINITE, f"{plan.kernel} made NaN or Inf out of this site")
         )
-        kernels = ", ".join(sorted({plan.kernel for plan in guilty}))
+        kernels = _kernels(guilty)
         run.note(f"{detail}; {kernels} left {len(guilty)} sites")
         logger.warning("SageScope: step %d: %s; %s left %d sites.", run.step, detail, kernels, len(guilty))
         return output
@@ -511,8 +554,12 @@ class Dispatcher:
 
 def _check(forward: Forward, site: int, plan: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:
     """The watch of a forward whose quantized sites are checked again."""
-    if plan.look is not None and output is not None:
+    if plan.look is None or output is None:
+        return
+    try:
         forward.seen.append((site, plan, plan.look(*tensors, output)))
+    except Exception as error:  # a check that memory is too short for must not cost the run
+        forward.run.note_once(f"a check was left out: {explain(error, 'the check').detail}")
 
 
 def _suspect(plans: list[Plan]) -> Watch:
@@ -536,10 +583,28 @@ def _read(output: Any, seen: list[tuple[int, Plan, torch.Tensor]]) -> tuple[bool
     return bool(finite), [SiteAccuracy(*errors[start : start + 3]) for start in range(0, len(errors), 3)]
 
 
+def _own(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments after x and t for one forward: c_concat, c_crossattn, control, ... with a control of its own."""
+    return tuple(own_control(argument) if position == 2 else argument for position, argument in enumerate(args))
+
+
+def _kernels(plans: Iterable[Plan]) -> str:
+    return ", ".join(sorted({plan.kernel for plan in plans if plan.quantized}))
+
+
+def _describe_model(model: Any) -> str:
+    """Kind, size and dtypes of a model: models of one class come in several."""
+    weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    dtypes = sorted({str(weight.dtype) for weight in weights})
+    kind = f"{type(model).__module__}.{type(model).__qualname__}"
+    return f"{kind} {sum(weight.numel() for weight in weights)} {dtypes}"
+
+
 def _native_plan(code: RefusalCode, detail: str) -> Plan:
     return Plan(NATIVE, None, None, (Verdict(ANY_KERNEL, (Refusal(code, detail),)),))
 
 
+COMPARED = Refusal(RefusalCode.COMPARED, "the forward was run natively as well, to compare")
 UNREADABLE = _native_plan(RefusalCode.UNKNOWN_ARGUMENT, "ComfyUI passed arguments in a way that is not known")
 NOT_PLAIN = _native_plan(RefusalCode.TENSOR_TYPE, "query, key, value or attn_mask is no plain dense tensor")
 
@@ -549,4 +614,4 @@ def describe_function(function: Any) -> str:
     if function is None:
         return "nothing"
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{named.__module__}.{named.__qualname__}"
+    return f"{getattr(named, '__module__', None)}.{named.__qualname__}"

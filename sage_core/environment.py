@@ -102,10 +102,13 @@ def package_build(name: str) -> str | None:
     files = [file for file in files if file.suffix in COMPILED_SUFFIXES] or files
     digest = hashlib.sha256()
     for file in sorted(files, key=str):
-        with open(str(file.locate()), "rb") as stream:
-            digest.update(str(file).encode())
-            while block := stream.read(1 << 20):
-                digest.update(block)
+        digest.update(str(file).encode())
+        try:
+            with open(str(file.locate()), "rb") as stream:
+                while block := stream.read(1 << 20):
+                    digest.update(block)
+        except OSError:  # not ours to read: its name still counts
+            continue
     return digest.hexdigest()[:12] if files else None
 
 

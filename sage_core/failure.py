@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from .refusal import Refusal, RefusalCode
@@ -38,3 +41,14 @@ def explain(error: Exception, kernel: str) -> Refusal:
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
         return Refusal(RefusalCode.OUT_OF_MEMORY, described)
     return Refusal(RefusalCode.KERNEL_ERROR, described)
+
+
+@contextmanager
+def naming(kernels: str) -> Iterator[None]:
+    """Around a wait for the device, where the errors of what ran before come out: a lost device is named with
+    ``kernels``, any other error passes through."""
+    try:
+        yield
+    except Exception as error:
+        explain(error, kernels)
+        raise

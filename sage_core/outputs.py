@@ -24,6 +24,8 @@ def tensors_of(output: Any) -> Iterator[torch.Tensor]:
     """The tensors that an output is made of."""
     if isinstance(output, torch.Tensor):
         yield output
+    elif isinstance(output, dict):
+        yield from tensors_of(list(output.values()))
     elif isinstance(output, (tuple, list)):
         for part in output:
             yield from tensors_of(part)

@@ -13,7 +13,7 @@ from .backends import Preference
 from .backends.base import Backend, Kernel
 from .call import AttentionCall, four_axes, shaping
 from .checking import SMOOTHING_GAIN, SiteAccuracy, site_errors
-from .failure import explain
+from .failure import explain, naming
 from .policy import AUTO, NATIVE_ONLY, Policy
 from .ranking import rank
 from .refusal import Refusal, RefusalCode
@@ -102,6 +102,8 @@ class Planner:
             detail = f"{spec.qo_len} x {spec.kv_len} tokens are too few for a kernel to save time"
             return [], (Verdict(ANY_KERNEL, (Refusal(RefusalCode.NOT_WORTHWHILE, detail),)),), {}
         found = self._timings(call, spec, native, native_name)
+        # a kernel that was fast once but cannot be had now must not keep a slower one from serving
+        found = {name: entry for name, entry in found.items() if name == NATIVE or self._to_be_had(name, call, spec)}
         times = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
         exact = {backend.name for backend in self.session.backends if backend.exact}
         ranking = rank(found, exact, NATIVE, host_bound=times[NATIVE].device_ms < HOST_BOUND_MS)
@@ -126,7 +128,9 @@ class Planner:
         known = self._remembered(key)
         if NATIVE in known and not self._usable(call, spec, but=known):
             return known
-        found = time_candidates({NATIVE: native, **self._usable(call, spec)}, NATIVE, self.session.stopwatch(device))
+        functions = {NATIVE: native, **self._usable(call, spec)}
+        with naming(", ".join(functions)):
+            found = time_candidates(functions, NATIVE, self.session.stopwatch(device))
         kept: dict[str, object] = {}
         for name, timing in found.items():
             if isinstance(timing, Timing):
@@ -173,6 +177,13 @@ class Planner:
             trial=lambda use: self.session.trial(use, spec, device) or use,
         )
 
+    def _to_be_had(self, name: str, call: AttentionCall, spec: AttentionSpec) -> bool:
+        device = call.query.device
+        backend = self.session.backend(name)
+        load = self._load
+        judged = judge(spec, backend, None, self.policy, lambda backend: load(backend, device), lambda use: use)
+        return isinstance(judged, Use)
+
     def _admit(self, use: Use, call: AttentionCall, spec: AttentionSpec) -> Use | Refusal:
         """The use as it may serve this site, or why it may not: the small example first, then the site's own tensors.
 
@@ -198,12 +209,19 @@ class Planner:
         tolerance = self.policy.tolerance
         if use.backend.exact or tolerance is None:
             return use
+        name, device = use.backend.name, call.query.device
         output = _server(use, call, spec)(call.query, call.key, call.value, call.mask)
         if isinstance(output, Refusal):
-            return self.session.after_failure(use.backend.name, call.query.device, output)
-        accuracy = SiteAccuracy(*site_errors(call, spec, output).tolist())
+            return self.session.after_failure(name, device, output)
+        if output.dtype != call.query.dtype or output.numel() != call.query.numel():
+            detail = f"{name} returned {list(output.shape)} {output.dtype} for query {list(call.query.shape)}"
+            return self.session.after_failure(name, device, Refusal(RefusalCode.KERNEL_ERROR, detail))
+        try:
+            accuracy = SiteAccuracy(*site_errors(call, spec, output).tolist())
+        except Exception as error:  # the kernel's own error can come out here, and memory can run out
+            return self.session.after_failure(name, device, explain(error, name))
         if not accuracy.within(tolerance):
-            return accuracy.refusal(use.backend.name, tolerance)
+            return accuracy.refusal(name, tolerance)
         return use._replace(accuracy=accuracy)
 
     def _log_once(self, spec: AttentionSpec, use: Use | None, verdicts: tuple[Verdict, ...]) -> None:

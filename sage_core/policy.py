@@ -119,7 +119,7 @@ def parse_blocks(text: str) -> frozenset[int]:
 
 
 def _check_choice(name: str, value: object, choices: Collection[str]) -> None:
-    if value not in choices:
+    if value not in tuple(choices):  # a list has no hash
         raise PolicyError(f"{name} is {value!r}; allowed: {', '.join(choices)}")
 
 

@@ -62,6 +62,11 @@ class Session:
         builds = {name: package_build(name) for name in packages}
         return Measurements(self._measurements_path, fingerprint(self.environment, self.host, builds))
 
+    def flush(self) -> None:
+        """Write what was measured since the last time; nothing is read or hashed for a run that measured nothing."""
+        if "measurements" in self.__dict__:
+            self.measurements.flush()
+
     def device_name(self, device: torch.device) -> str:
         """Index and name of a device, for what holds on one of several."""
         known = [entry for entry in self.environment.devices if device.type == "cuda" and entry.index == device.index]

@@ -54,12 +54,15 @@ class Run:
         """The override that stands where ours was put, when another node downstream took the place."""
         self.rescued = 0
         """Forwards that were run again because their output was not finite."""
-        self.model_not_finite = False
-        """Native attention gave NaN or Inf too: the rest of the run is left as it comes."""
+        self.obstacle: str | None = None
+        """Why a forward of this run cannot be repeated as it was."""
+        self.first_check: int | None = None
+        """The step of the first forward that kernels may serve; a window can begin late."""
         self.window: tuple[float, float] | None = None
         """The sigmas of start_percent and end_percent, high to low; None when every step is inside."""
         self._silent: dict[tuple[str, Refusal | None], list[Plan]] = {}
         self._comparisons: dict[str, dict[str, Any]] = {}
+        self._uncompared: set[str] = set()
         self._comparison_calls = 0
         self._checks: Counter[int] = Counter()
         self._worst: dict[tuple[int, Plan], tuple[int, SiteAccuracy]] = {}
@@ -94,7 +97,9 @@ class Run:
         """Whether the forward that starts now is one to check the quantized sites in: those of the first step and of
         three more, spread over the run, a few per step where the conditions are sampled one by one."""
         total = self.total_steps or 0
-        if self.step not in {0, total // 4, total // 2, total * 3 // 4}:
+        if self.first_check is None:
+            self.first_check = self.step
+        if self.step not in {self.first_check, total // 4, total // 2, total * 3 // 4}:
             return False
         self._checks[self.step] += 1
         return self._checks[self.step] <= CHECKS_PER_STEP
@@ -116,6 +121,14 @@ class Run:
 
     def compared(self, key: str, comparison: Comparison, remembered: bool) -> None:
         self._comparisons[key] = {**comparison._asdict(), "faster": comparison.faster, "remembered": remembered}
+
+    def leave_uncompared(self, key: str, why: str) -> None:
+        """Compare no forward like this in this run."""
+        self._uncompared.add(key)
+        self.note_once(f"not compared with native: {why}")
+
+    def may_compare(self, key: str) -> bool:
+        return key not in self._comparisons and key not in self._uncompared
 
     def comparison_of(self, key: str) -> dict[str, Any] | None:
         return self._comparisons.get(key)

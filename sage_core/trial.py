@@ -36,18 +36,21 @@ def try_kernel(use: Use, spec: AttentionSpec, device: torch.device) -> Refusal |
     Right means: query's shape, dtype and device, finite, within the backend's tolerance of exact attention in fp32
     (relative L2 and cosine on normal data), and query, key, value and attn_mask unchanged.
     """
-    small = trial_spec(spec)
+    try:
+        return _try(use, trial_spec(spec), device)
+    except Exception as error:  # whatever a package may raise, or memory that runs out: the graph still runs
+        return explain(error, use.backend.name)
+
+
+def _try(use: Use, small: AttentionSpec, device: torch.device) -> Refusal | None:
     query, key, value, mask = _example(small, device, use)
     handed = {"query": query, "key": key, "value": value} | ({} if mask is None else {"attn_mask": mask})
     given = {role: tensor.clone() for role, tensor in handed.items()}
     keywords = use.keywords(small)
     if mask is not None:
         keywords["attn_mask"] = mask
-    try:
-        with on_device_of(query):
-            output = use.kernel.function(query, key, value, **keywords)
-    except Exception as error:  # whatever a package may raise, the graph still runs
-        return explain(error, use.backend.name)
+    with on_device_of(query):
+        output = use.kernel.function(query, key, value, **keywords)
     return _judge(use, small, output, handed, given)
 
 

@@ -22,11 +22,11 @@ def import_package(name: str, install: str) -> ModuleType | Refusal:
         if error.name == name:
             return Refusal(RefusalCode.NOT_INSTALLED, f"{name} is not installed; {install}")
         return Refusal(RefusalCode.BUILD, f"{name} cannot be imported: {error}")
-    except Exception as error:  # code of others runs here, and a broken build raises whatever it likes
+    except (Exception, SystemExit) as error:  # code of others runs here, and a broken build raises whatever it likes
         return Refusal(RefusalCode.BUILD, f"{name} cannot be imported: {describe(error)}")
 
 
-def describe(error: Exception) -> str:
+def describe(error: BaseException) -> str:
     """The type of ``error`` and the start of its text on one line, short enough for a report."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
