@@ -146,6 +146,8 @@ def main() -> int:
     where = torch.cuda.get_device_name(0) if on_gpu else "no GPU here: a small model on the CPU, which no bar is for"
     print(f"{where}; torch {torch.__version__}")
     print(f"{size.calls} calls of {size.tokens} tokens, {size.heads} heads of {size.head_dim}, {STEPS} steps")
+    if not on_gpu:
+        torch.set_num_threads(1)  # small products on several threads take as long as the machine is busy
     model = Model(size, device)
 
     def warm(**settings: Any) -> Callable[[], float]:
