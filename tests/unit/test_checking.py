@@ -95,6 +95,15 @@ def test_the_worst_head_is_found_among_many_and_in_any_batch():
     assert found.relative_l2 < 0.2
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e25])
+def test_errors_of_tiny_and_huge_values_are_right(size):
+    call = make_call(heads=2, qo_len=200, skip_reshape=True, skip_output_reshape=True)
+    call = call._replace(value=call.value * size)
+    spec, _ = call.read("cpu")
+    output = Native()(*call[:3], 2, skip_reshape=True, skip_output_reshape=True) * 1.25
+    assert site_errors(call, spec, output).tolist() == pytest.approx([0.25, 0.25, 1.0], rel=1e-4)
+
+
 @pytest.mark.parametrize("row", [0, 1_300, 1_279 + 1, 1_289])
 def test_an_error_in_the_first_or_last_row_or_the_last_tile_is_seen(row):
     call = make_call(heads=1, qo_len=1_290, skip_reshape=True, skip_output_reshape=True)
