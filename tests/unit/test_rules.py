@@ -195,7 +195,9 @@ def changes_of_others(tree: ast.Module) -> list[str]:
 
 @ids(SHIPPED)
 def test_no_file_changes_anything_that_others_use(path):
-    assert changes_of_others(parse(path)) == []
+    """But for one: a forward that is run again puts the random generators back to where it found them."""
+    restores = ["torch.set_rng_state", "torch.cuda.set_rng_state"] if path.name == "device.py" else []
+    assert changes_of_others(parse(path)) == restores
 
 
 @pytest.mark.parametrize(
