@@ -96,7 +96,7 @@ def test_stop_with_an_error_raises_in_the_node_with_the_reasons(host: Host, kern
     assert facts["error"] == "RuntimeError"
     assert f"'{kernel}' cannot be used on cpu" in facts["message"]
     assert "this device is cpu" in facts["message"]
-    assert "Choose a kernel that is made for this GPU" in facts["message"]
+    assert "Choose a kernel by name that is made for this device" in facts["message"]
 
 
 # -- bad input
