@@ -48,8 +48,9 @@ class ApplySageAttention(io.ComfyNode):
                     options=list(KERNEL_CHOICES),
                     default=AUTO,
                     tooltip=(
-                        "auto picks by GPU and shape. 'native (observe only)' changes nothing, only records. A kernel "
-                        "chosen by name serves what it can; other calls stay native and the report says why."
+                        "auto measures the kernels on this GPU and takes the fastest that is accurate here. "
+                        "'native (observe only)' changes nothing, only records. A kernel chosen by name serves what it "
+                        "can; other calls stay native and the report says why."
                     ),
                 ),
                 io.Combo.Input(
@@ -58,7 +59,8 @@ class ApplySageAttention(io.ComfyNode):
                     default="auto",
                     tooltip=(
                         "Subtract the mean key before quantizing: helps where keys share an offset, hurts some models. "
-                        "on and off are used as they are; a kernel without this switch then refuses."
+                        "auto tries both at each site and keeps the better; with on or off, a kernel without this "
+                        "switch refuses."
                     ),
                 ),
                 io.Float.Input(
