@@ -10,10 +10,7 @@ from typing import Any
 from comfy_api.latest import io
 from comfy_execution.utils import get_executing_context
 
-from ..sage_core import BACKENDS, Dispatcher, Session
-
-ATTACHMENT = "sagescope"
-"""Key of the Dispatcher among a model's attachments, and of our wrappers."""
+from ..sage_core import BACKENDS, OWN_KEY, Dispatcher, Session
 
 
 def _comfyui_version() -> str:
@@ -42,7 +39,7 @@ def executing() -> tuple[str | None, str | None]:
 
 def dispatcher_of(model: Any) -> Dispatcher | None:
     """The Dispatcher that an Apply SageAttention node upstream put on the model."""
-    return model.get_attachment(ATTACHMENT)
+    return model.get_attachment(OWN_KEY)
 
 
 def schema(**fields: Any) -> io.Schema:

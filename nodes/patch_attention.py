@@ -12,6 +12,8 @@ from ..sage_core import (
     COMPARE_CHOICES,
     KERNEL_CHOICES,
     NORMAL_TOLERANCE,
+    OVERRIDE,
+    OWN_KEY,
     SMOOTH_K_CHOICES,
     STOP,
     TOLERANCES,
@@ -20,11 +22,10 @@ from ..sage_core import (
     Dispatcher,
     Policy,
 )
-from .host import ATTACHMENT, SESSION, dispatcher_of, executing, schema
+from .host import SESSION, dispatcher_of, executing, schema
 
 logger = logging.getLogger("sagescope")
 
-OVERRIDE = "optimized_attention_override"
 WRAPPERS = ("outer_sample", "apply_model")
 """ComfyUI's names of the wrappers around a run and around a forward (comfy.patcher_extension.WrappersMP)."""
 
@@ -163,7 +164,7 @@ def _patched(model: Any, dispatcher: Dispatcher) -> Any:
     patched = model.clone()
     patched.model_options.setdefault("transformer_options", {})[OVERRIDE] = dispatcher.attend
     for name in WRAPPERS:
-        patched.remove_wrappers_with_key(name, ATTACHMENT)
-        patched.add_wrapper_with_key(name, ATTACHMENT, getattr(dispatcher, name))
-    patched.set_attachments(ATTACHMENT, dispatcher)
+        patched.remove_wrappers_with_key(name, OWN_KEY)
+        patched.add_wrapper_with_key(name, OWN_KEY, getattr(dispatcher, name))
+    patched.set_attachments(OWN_KEY, dispatcher)
     return patched

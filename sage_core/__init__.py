@@ -1,7 +1,7 @@
 """The dispatch core: which kernel serves an attention call, and the record of it. Knows nothing of ComfyUI's code."""
 
 from .backends import BACKENDS
-from .dispatcher import Dispatcher
+from .dispatcher import OVERRIDE, OWN_KEY, Dispatcher
 from .policy import (
     AUTO,
     COMPARE_CHOICES,
@@ -30,6 +30,8 @@ __all__ = [
     "KERNEL_CHOICES",
     "NATIVE_ONLY",
     "NORMAL_TOLERANCE",
+    "OVERRIDE",
+    "OWN_KEY",
     "SMOOTH_K_CHOICES",
     "STOP",
     "TOLERANCES",

@@ -379,10 +379,7 @@ class Dispatcher:
         if self.policy.kernel != AUTO:
             return None
         known = Comparison.from_json(self.session.measurements.get("forwards", key))
-        if known is None or known.faster:
-            return None
-        detail = f"the whole model call took {known.plan_ms:.4g} ms with kernels and {known.native_ms:.4g} ms natively"
-        return Refusal(RefusalCode.NOT_WORTHWHILE, detail)
+        return None if known is None or known.faster else _slower(known)
 
     def _compares(self, run: Run, key: str, in_the_way: str | None, output: Any) -> bool:
         """Whether this forward is to be run natively as well; notes it where something is in the way."""
@@ -426,7 +423,7 @@ class Dispatcher:
         run.compared(key, comparison, remembered=False)
         if self.policy.kernel != AUTO or comparison.faster:
             return plan_output
-        run.note(f"native from here on: {self._not_faster(key).detail}")  # type: ignore[union-attr]
+        run.note(f"native from here on: {_slower(comparison).detail}")
         return native_output
 
     def _approve(self, forward: Forward, output: Any, run_forward: Callable[[Forward], Any]) -> Any:
@@ -452,13 +449,15 @@ class Dispatcher:
     def _drifted(self, forward: Forward, accuracies: list[SiteAccuracy]) -> bool:
         """Note what a check in the middle of a run found; move the sites out of tolerance off their kernels."""
         tolerance = self.policy.tolerance
+        if tolerance is None:  # nothing was looked at
+            return False
         failed: dict[Plan, SiteAccuracy] = {}
         for (site, plan, _), accuracy in zip(forward.seen, accuracies, strict=True):
             forward.run.record_accuracy(site, plan, accuracy)
-            if tolerance is not None and not accuracy.within(tolerance):
+            if not accuracy.within(tolerance):
                 failed[plan] = accuracy
                 forward.run.note(f"site {site}: {accuracy.refusal(plan.kernel, tolerance).detail}")
-        if tolerance is not None and failed:
+        if failed:
             self._ban(failed, lambda plan: failed[plan].refusal(plan.kernel, tolerance))
         return bool(failed)
 
@@ -598,6 +597,11 @@ def _describe_model(model: Any) -> str:
     dtypes = sorted({str(weight.dtype) for weight in weights})
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     return f"{kind} {sum(weight.numel() for weight in weights)} {dtypes}"
+
+
+def _slower(comparison: Comparison) -> Refusal:
+    with_kernels, natively = f"{comparison.plan_ms:.4g} ms with kernels", f"{comparison.native_ms:.4g} ms natively"
+    return Refusal(RefusalCode.NOT_WORTHWHILE, f"the whole model call took {with_kernels} and {natively}")
 
 
 def _native_plan(code: RefusalCode, detail: str) -> Plan:

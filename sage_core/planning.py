@@ -165,8 +165,12 @@ class Planner:
                 functions[backend.name] = partial(_server(judged, call, spec), *call[:3], call.mask)
         return functions
 
-    def _judge(self, backend: Backend, call: AttentionCall, spec: AttentionSpec) -> Use | tuple[Refusal, ...]:
-        """``judge`` up to the small example; the site's own tensors come once the kernel is chosen."""
+    def _judge(
+        self, backend: Backend, call: AttentionCall, spec: AttentionSpec, try_it: bool = True
+    ) -> Use | tuple[Refusal, ...]:
+        """``judge`` up to the small example, which only ``try_it`` runs; the site's own tensors come once the kernel is
+        chosen.
+        """
         device = call.query.device
         return judge(
             spec,
@@ -174,15 +178,11 @@ class Planner:
             None,
             self.policy,
             load=lambda backend: self._load(backend, device),
-            trial=lambda use: self.session.trial(use, spec, device) or use,
+            trial=lambda use: (self.session.trial(use, spec, device) if try_it else None) or use,
         )
 
     def _to_be_had(self, name: str, call: AttentionCall, spec: AttentionSpec) -> bool:
-        device = call.query.device
-        backend = self.session.backend(name)
-        load = self._load
-        judged = judge(spec, backend, None, self.policy, lambda backend: load(backend, device), lambda use: use)
-        return isinstance(judged, Use)
+        return isinstance(self._judge(self.session.backend(name), call, spec, try_it=False), Use)
 
     def _admit(self, use: Use, call: AttentionCall, spec: AttentionSpec) -> Use | Refusal:
         """The use as it may serve this site, or why it may not: the small example first, then the site's own tensors.
@@ -250,6 +250,7 @@ def _server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Callable[...,
         try:
             query, key, value = to_kernel(query, key, value)
             given = keywords if mask is None else {**keywords, "attn_mask": four_axes(mask)}
+            # on_device_of says the same, at a cost that each call would pay
             if index is None or index == torch.cuda.current_device():
                 return from_kernel(function(query, key, value, **given))
             with torch.cuda.device(index):

@@ -148,9 +148,11 @@ class Run:
 
     def summary(self) -> str:
         """One line for the log: who served the calls of this run."""
-        run = self.snapshot()
-        served = ", ".join(f"{entry['kernel']} {entry['calls']}" for entry in run["calls_by_kernel"])
-        return f"{run['calls']} attention calls in {run['forwards']} forwards: {served or 'none was offered'}"
+        with self._lock:
+            calls = dict(self._calls)
+        by_kernel = _by_kernel(_by_plan(calls))
+        served = ", ".join(f"{kernel} {number}" for kernel, number in by_kernel.most_common())
+        return f"{by_kernel.total()} attention calls in {self.forwards} forwards: {served or 'none was offered'}"
 
     def snapshot(self) -> dict[str, Any]:
         """The run in plain JSON types; consistent while other threads go on counting."""
@@ -161,9 +163,7 @@ class Run:
             worst = dict(self._worst)
             comparison_calls = self._comparison_calls
         total = sum(calls.values())
-        by_plan: Counter[Plan] = Counter()
-        for (_, plan), number in calls.items():
-            by_plan[plan] += number
+        by_plan = _by_plan(calls)
         return {
             "id": self.number,
             "prompt_id": self.prompt_id,
@@ -188,13 +188,24 @@ class Run:
         }
 
 
-def _calls_by_kernel(by_plan: Counter[Plan], total: int) -> list[dict[str, Any]]:
+def _by_plan(calls: dict[tuple[int, Plan], int]) -> Counter[Plan]:
+    by_plan: Counter[Plan] = Counter()
+    for (_, plan), number in calls.items():
+        by_plan[plan] += number
+    return by_plan
+
+
+def _by_kernel(by_plan: Counter[Plan]) -> Counter[str]:
     by_kernel: Counter[str] = Counter()
     for plan, number in by_plan.items():
         by_kernel[plan.kernel] += number
+    return by_kernel
+
+
+def _calls_by_kernel(by_plan: Counter[Plan], total: int) -> list[dict[str, Any]]:
     return [
         {"kernel": kernel, "calls": number, "share": round(number / total, 6)}
-        for kernel, number in by_kernel.most_common()
+        for kernel, number in _by_kernel(by_plan).most_common()
     ]
 
 

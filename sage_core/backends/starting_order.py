@@ -61,5 +61,5 @@ STARTING_ORDER: dict[str, tuple[Preference, ...]] = {
     # diffusers measured 1.39 times native per video transformer call on a Radeon AI PRO R9700.
     "gfx1201": (Preference(HUB_AITER.name, LONG, (128,)),),
 }
-"""By arch: where auto leaves native attention at all, what it loads before a run, and the order in which kernels are
-tried where they cannot be timed."""
+"""By arch: where auto leaves native attention at all, and what it loads before a run. What serves is measured; the
+limits say what is expected to win, for people who choose what to install."""

@@ -19,29 +19,12 @@ from sage_core.backends.base import Kernel
 from sage_core.backends.reference import INT8_REFERENCE, int8_attention
 from sage_core.environment import Environment
 from sage_core.spec import AttentionSpec, MaskKind
+from tests.unit.fp64 import exact, example, normal
 
 LN2 = math.log(2)
 FP16_BOUND = 0.02
 FP8_BOUND = 0.045
 """Relative L2 on normal data; measured 0.012 to 0.014 with fp16 value and 0.035 to 0.040 with fp8 value."""
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-
-
-def example(qo_len: int, kv_len: int, head_dim: int = 64, heads=(4, 4), batch: int = 1, dtype=torch.float32):
-    """query, key and value in HND."""
-    query = normal(batch, heads[0], qo_len, head_dim, dtype=dtype, seed=1)
-    key, value = (normal(batch, heads[1], kv_len, head_dim, dtype=dtype, seed=seed) for seed in (2, 3))
-    return query, key, value
-
-
-def exact(query, key, value, sm_scale=None, attn_mask=None) -> Tensor:
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        attn_mask = attn_mask.double()
-    tensors = (tensor.double() for tensor in (query, key, value))
-    return scaled_dot_product_attention(*tensors, attn_mask=attn_mask, scale=sm_scale, enable_gqa=True)
 
 
 def error(query, key, value, sm_scale=None, attn_mask=None, **options) -> float:

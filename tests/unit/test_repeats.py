@@ -10,7 +10,6 @@ import torch
 from sage_core.comparing import Comparison, lasting_obstacle, own_control
 from sage_core.dispatcher import Dispatcher
 from sage_core.outputs import all_finite
-from sage_core.policy import Policy, PolicyError
 from tests.unit.conftest import (
     KERNEL,
     Executor,
@@ -220,20 +219,3 @@ def test_a_run_that_cannot_begin_is_closed():
     with pytest.raises(TypeError):
         comfy.dispatcher.outer_sample(Executor(None, comfy), None, None, None, None)
     assert comfy.run()["status"] == "error"
-
-
-@pytest.mark.parametrize("value", [[], {}, ["off"]])
-def test_a_choice_that_has_no_hash_is_refused_by_name(value):
-    widgets = {
-        "kernel": "auto",
-        "smooth_k": "auto",
-        "start_percent": 0.0,
-        "end_percent": 1.0,
-        "skip_blocks": "",
-        "if_unavailable": "use native",
-        "allow_hub_download": False,
-        "tolerance": value,
-        "compare_with_native": "never",
-    }
-    with pytest.raises(PolicyError, match="tolerance"):
-        Policy.from_widgets(("auto",), **widgets)
