@@ -1,11 +1,12 @@
 """The check of a kernel on a site's own tensors: sampled query rows against exact attention.
 
-The errors are computed on the device and read later, so that a check inside a forward waits for nothing.
+The norms are computed on the device and read later, so that a check inside a forward waits for nothing.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,6 +31,20 @@ class SiteAccuracy(NamedTuple):
     worst_head_relative_l2: float
     cosine: float
 
+    @classmethod
+    def from_norms(cls, norms: Sequence[float]) -> SiteAccuracy:
+        """The accuracy that ``site_norms`` stands for, once its numbers have come from the device."""
+        if not all(map(math.isfinite, norms)):
+            return cls(math.nan, math.nan, math.nan)
+        heads = len(norms) // 3
+        errors, references, outputs = norms[:heads], norms[heads : 2 * heads], norms[2 * heads :]
+        error, reference, output = (math.hypot(*each) for each in (errors, references, outputs))
+        # |a - b|^2 = |a|^2 + |b|^2 - 2 a.b; divided by the norms one by one, as their squares can overflow
+        cosine = float(error == 0)
+        if reference and output:
+            cosine = (reference / output + output / reference - error / reference * (error / output)) / 2
+        return cls(_ratio(error, reference), max(map(_ratio, errors, references)), cosine)
+
     def within(self, tolerance: float) -> bool:
         """The worst head is within the tolerance; NaN is not."""
         return self.worst_head_relative_l2 <= tolerance
@@ -44,11 +59,13 @@ class SiteAccuracy(NamedTuple):
         return Refusal(RefusalCode.ACCURACY, detail)
 
 
-def site_errors(call: AttentionCall, spec: AttentionSpec, output: Tensor, exact: bool = True) -> Tensor:
-    """The three numbers of SiteAccuracy as a tensor on the call's device; does not wait for the device.
+def site_norms(call: AttentionCall, spec: AttentionSpec, output: Tensor, exact: bool = True) -> Tensor:
+    """What SiteAccuracy is made from, as one row on the call's device; does not wait for the device.
 
-    ``output`` is what ComfyUI would be given. ``exact`` computes the reference in fp32; without it PyTorch's attention
-    in the call's own dtype is the reference, a few times faster and off by 0.002 in bf16.
+    The 2-norm over the sampled rows of each (batch, head): of the error, then of the reference, then of the output,
+    and so three numbers per head. ``output`` is what ComfyUI would be given. ``exact`` computes the reference in fp32;
+    without it PyTorch's attention in the call's own dtype is the reference, a few times faster and off by 0.002 in
+    bf16.
     """
     query, key, value = (_heads_first(tensor, spec.head_dim, call.skip_reshape) for tensor in call[:3])
     output = _heads_first(output, spec.head_dim, call.skip_output_reshape)
@@ -69,25 +86,19 @@ def site_errors(call: AttentionCall, spec: AttentionSpec, output: Tensor, exact:
             scale=spec.softmax_scale,
             enable_gqa=spec.enable_gqa,
         ).float()
-    return _errors(output.index_select(2, rows).float(), reference)
+    output = output.index_select(2, rows).float()
+    # few launches, as a forward has a check at each site; in fp64, where no square overflows or vanishes
+    columns = torch.stack((output - reference, reference, output))
+    dtype = torch.float32 if columns.device.type == "mps" else torch.float64
+    norms: Tensor = torch.linalg.vector_norm(columns, dim=(-2, -1), dtype=dtype)
+    return norms.flatten()
 
 
-def _errors(output: Tensor, reference: Tensor) -> Tensor:
-    peak = reference.abs().amax()
-    unit = torch.where(peak > 0, peak, torch.ones_like(peak))  # squares of numbers near 1 cannot overflow
-    output, reference = output / unit, reference / unit
-    per_head = (2, 3)
-    error2 = (output - reference).square().sum(per_head)
-    reference2 = reference.square().sum(per_head)
-    worst = _ratio(error2, reference2).amax()
-    norms = (output.square().sum() * reference2.sum()).sqrt()
-    cosine = torch.where(norms > 0, (output * reference).sum() / norms, (error2.sum() == 0).float())
-    return torch.stack([_ratio(error2.sum(), reference2.sum()), worst, cosine])
-
-
-def _ratio(error2: Tensor, reference2: Tensor) -> Tensor:
-    """The relative L2 from two sums of squares: 0 for no error, infinite where only the reference is zero."""
-    return torch.where(error2 == 0, torch.zeros_like(error2), error2 / reference2).sqrt()
+def _ratio(error: float, size: float) -> float:
+    """The relative L2: 0 for no error, infinite where only the reference is zero."""
+    if error == 0:
+        return 0.0
+    return error / size if size else math.inf
 
 
 def _heads_first(tensor: Tensor, head_dim: int, split: bool) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -577,9 +578,10 @@ def _suspect(plans: list[Plan]) -> Watch:
 
 def _read(output: Any, seen: list[tuple[int, Plan, torch.Tensor]]) -> tuple[bool, list[SiteAccuracy]]:
     """Whether the output is finite, and the errors of the checked sites, in one wait for the device."""
-    numbers = [all_finite(output).float().reshape(1), *(errors for _, _, errors in seen)]
-    finite, *errors = torch.cat([number.to(numbers[0].device) for number in numbers]).tolist()
-    return bool(finite), [SiteAccuracy(*errors[start : start + 3]) for start in range(0, len(errors), 3)]
+    parts = [all_finite(output).float().reshape(1), *(norms for _, _, norms in seen)]
+    numbers = iter(torch.cat([part.to(parts[0].device) for part in parts]).tolist())
+    finite, *by_site = [list(islice(numbers, len(part))) for part in parts]
+    return finite == [1.0], [SiteAccuracy.from_norms(norms) for norms in by_site]
 
 
 def _own(args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ import torch
 from .backends import Preference
 from .backends.base import Backend, Kernel
 from .call import AttentionCall, four_axes, shaping
-from .checking import SMOOTHING_GAIN, SiteAccuracy, site_errors
+from .checking import SMOOTHING_GAIN, SiteAccuracy, site_norms
 from .failure import explain, naming
 from .policy import AUTO, NATIVE_ONLY, Policy
 from .ranking import rank
@@ -217,7 +217,7 @@ class Planner:
             detail = f"{name} returned {list(output.shape)} {output.dtype} for query {list(call.query.shape)}"
             return self.session.after_failure(name, device, Refusal(RefusalCode.KERNEL_ERROR, detail))
         try:
-            accuracy = SiteAccuracy(*site_errors(call, spec, output).tolist())
+            accuracy = SiteAccuracy.from_norms(site_norms(call, spec, output).tolist())
         except Exception as error:  # the kernel's own error can come out here, and memory can run out
             return self.session.after_failure(name, device, explain(error, name))
         if not accuracy.within(tolerance):
@@ -270,7 +270,7 @@ def _looker(call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Ten
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, output: torch.Tensor
     ) -> torch.Tensor:
         again = AttentionCall.from_comfy(query, key, value, heads, mask, None, **flags)
-        return site_errors(again, spec, output, exact=False)
+        return site_norms(again, spec, output, exact=False)
 
     return look
 

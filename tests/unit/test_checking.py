@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sage_core.accuracy import compare, exact_attention, sample_rows
 from sage_core.blockwise import element_limit
-from sage_core.checking import SiteAccuracy, site_errors
+from sage_core.checking import SiteAccuracy, site_norms
 from sage_core.refusal import RefusalCode
 from tests.unit.conftest import (
     CPU,
@@ -51,6 +51,39 @@ def where(condition, error):
 # -- the numbers
 
 
+def accuracy_of(call, spec, output, exact=True):
+    return SiteAccuracy.from_norms(site_norms(call, spec, output, exact).tolist())
+
+
+@pytest.mark.parametrize(
+    ("output", "reference", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.0], (0.0, 0.0, 1.0)),
+        ([-3.0, -4.0], [3.0, 4.0], (2.0, 2.0, -1.0)),
+        ([4.0, -3.0], [3.0, 4.0], (2**0.5, 2**0.5, 0.0)),
+        ([0.0, 0.0], [0.0, 0.0], (0.0, 0.0, 1.0)),
+        ([1.0, 0.0], [0.0, 0.0], (math.inf, math.inf, 0.0)),
+        ([0.0, 0.0], [3.0, 4.0], (1.0, 1.0, 0.0)),
+        ([1e200, 0.0], [1e200, 1e200], (0.5**0.5, 0.5**0.5, 0.5**0.5)),
+        ([math.inf, 0.0], [1.0, 1.0], (math.nan,) * 3),
+        ([math.nan, 0.0], [1.0, 1.0], (math.nan,) * 3),
+        ([math.inf, 0.0], [math.inf, 0.0], (math.nan,) * 3),
+    ],
+)
+def test_accuracy_from_the_norms_of_one_head(output, reference, expected):
+    error = [got - exact for got, exact in zip(output, reference, strict=True)]
+    norms = [math.hypot(*part) for part in (error, reference, output)]
+    assert SiteAccuracy.from_norms(norms) == pytest.approx(expected, abs=1e-12, nan_ok=True)
+
+
+def test_a_broken_head_shows_whichever_it_is():
+    sound = [0.1, 0.2, 1.0, 1.0, 1.0, 1.0]
+    assert SiteAccuracy.from_norms(sound).worst_head_relative_l2 == pytest.approx(0.2)
+    for at in range(len(sound)):
+        broken = [math.nan if place == at else norm for place, norm in enumerate(sound)]
+        assert not SiteAccuracy.from_norms(broken).within(math.inf)
+
+
 @pytest.mark.parametrize("skip_reshape", [False, True])
 @pytest.mark.parametrize("skip_output_reshape", [False, True])
 @pytest.mark.parametrize("exact", [True, False])
@@ -77,7 +110,7 @@ def test_errors_are_those_of_the_sampled_rows(skip_reshape, skip_output_reshape,
     wrong = right.clone()
     wrong[:, 1] *= 1.25
     output = wrong if skip_output_reshape else wrong.transpose(1, 2).flatten(2)
-    found = SiteAccuracy(*site_errors(call, spec, output, exact).tolist())
+    found = accuracy_of(call, spec, output, exact)
     rows = sample_rows(spec.qo_len)
     expected = compare(wrong[:, :, rows], right[:, :, rows], head_axis=1)
     assert found.worst_head_relative_l2 == pytest.approx(0.25, rel=1e-4)
@@ -90,7 +123,7 @@ def test_the_worst_head_is_found_among_many_and_in_any_batch():
     spec, _ = call.read("cpu")
     output = Native()(*call[:3], 8, skip_reshape=True, skip_output_reshape=True)
     output[2, 5] *= 1.5
-    found = SiteAccuracy(*site_errors(call, spec, output).tolist())
+    found = accuracy_of(call, spec, output)
     assert found.worst_head_relative_l2 == pytest.approx(0.5, rel=1e-4)
     assert found.relative_l2 < 0.2
 
@@ -101,7 +134,7 @@ def test_errors_of_tiny_and_huge_values_are_right(size):
     call = call._replace(value=call.value * size)
     spec, _ = call.read("cpu")
     output = Native()(*call[:3], 2, skip_reshape=True, skip_output_reshape=True) * 1.25
-    assert site_errors(call, spec, output).tolist() == pytest.approx([0.25, 0.25, 1.0], rel=1e-4)
+    assert accuracy_of(call, spec, output) == pytest.approx((0.25, 0.25, 1.0), rel=1e-4)
 
 
 @pytest.mark.parametrize("row", [0, 1_300, 1_279 + 1, 1_289])
@@ -110,7 +143,7 @@ def test_an_error_in_the_first_or_last_row_or_the_last_tile_is_seen(row):
     spec, _ = call.read("cpu")
     output = Native()(*call[:3], 1, skip_reshape=True, skip_output_reshape=True)
     output[:, :, min(row, 1_289)] += 100
-    assert not SiteAccuracy(*site_errors(call, spec, output).tolist()).within(0.1)
+    assert not accuracy_of(call, spec, output).within(0.1)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -119,11 +152,11 @@ def test_a_check_has_the_same_bits_each_time_and_leaves_the_global_generator_alo
     spec, _ = call.read("cpu")
     output = off_by(0.03)(*(t.view(1, 700, 3, 16) for t in call[:3]), "NHD", 0.25).flatten(2)
     before = torch.get_rng_state()
-    first = site_errors(call, spec, output, exact)
+    first = site_norms(call, spec, output, exact)
     for _ in range(3):
-        assert torch.equal(site_errors(call, spec, output, exact), first)
+        assert torch.equal(site_norms(call, spec, output, exact), first)
     assert torch.equal(torch.get_rng_state(), before)
-    assert first[1] > 0.02
+    assert SiteAccuracy.from_norms(first.tolist()).worst_head_relative_l2 > 0.02
 
 
 def test_a_site_is_within_the_tolerance_up_to_it_and_nan_never_is():
@@ -159,7 +192,7 @@ def test_memory_does_not_grow_with_the_length():
         spec, _ = call.read("cpu")
         output = call.value.clone()
         with LargestTemporary((*call[:3], output)) as recorded:
-            site_errors(call, spec, output)
+            site_norms(call, spec, output)
         return recorded.elements
 
     assert largest(2_000) > 0
@@ -436,9 +469,9 @@ def test_a_run_is_checked_four_times_and_no_more(monkeypatch):
 
     def counting(call, spec, output, exact=True):
         checks.append((comfy.run()["steps"], exact))
-        return site_errors(call, spec, output, exact)
+        return site_norms(call, spec, output, exact)
 
-    monkeypatch.setattr(planning, "site_errors", counting)
+    monkeypatch.setattr(planning, "site_norms", counting)
     machine = Machine()
     machine.add("a", 1.0)
     machine.add("exact", 1.0, exact=True)

@@ -107,15 +107,15 @@ def test_running_out_of_memory_in_a_check_does_not_cost_the_run(failing, monkeyp
     from sage_core import planning
 
     checks = []
-    site_errors = planning.site_errors
+    site_norms = planning.site_norms
 
     def short_of_memory(*args, **kwargs):
         checks.append(1)
         if len(checks) == failing:
             raise torch.OutOfMemoryError("out of memory")
-        return site_errors(*args, **kwargs)
+        return site_norms(*args, **kwargs)
 
-    monkeypatch.setattr(planning, "site_errors", short_of_memory)
+    monkeypatch.setattr(planning, "site_norms", short_of_memory)
     comfy = FakeComfy(make_dispatcher(fake_backend(), tolerance=0.1), plain_model(calls=1))
     for _ in range(3):
         comfy.sample((1.0, 0.0))
