@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import threading
 import time
+import uuid
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from .checking import SiteAccuracy
 from .comparing import Comparison
+from .memory import PeakMemory
 from .refusal import Refusal
 
 if TYPE_CHECKING:
+    import torch
+
     from .selection import Plan
 
 SCHEMA = 1
@@ -37,11 +41,22 @@ MAX_COUNTERS = 20_000
 class Run:
     """One sampling: counters of calls by (site, plan), and what happened on the way."""
 
-    def __init__(self, number: int, prompt_id: str | None, node_id: str | None, model: str = "") -> None:
+    def __init__(
+        self,
+        number: int,
+        prompt_id: str | None,
+        node_id: str | None,
+        model: str = "",
+        apply_node_id: str | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         self.number = number
+        self.uid = uuid.uuid4().hex
         self.prompt_id = prompt_id
         self.node_id = node_id
+        self.apply_node_id = apply_node_id
         self.model = model
+        self._memory = PeakMemory(device)
         self.started = time.time()
         self.seconds: float | None = None
         self.status = "running"
@@ -65,7 +80,7 @@ class Run:
         self._uncompared: set[str] = set()
         self._comparison_calls = 0
         self._checks: Counter[int] = Counter()
-        self._worst: dict[tuple[int, Plan], tuple[int, SiteAccuracy]] = {}
+        self._worst: dict[tuple[int, Plan], tuple[int | None, SiteAccuracy]] = {}
         """The largest error that the checks in the middle of the run found, with the step."""
         self._calls: Counter[tuple[int, Plan]] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
@@ -143,8 +158,9 @@ class Run:
             self._events.append({"step": self.step, "text": text})
 
     def close(self, status: str) -> None:
-        self.status = status
         self.seconds = time.time() - self.started
+        self._memory.stop()
+        self.status = status
 
     def summary(self) -> str:
         """One line for the log: who served the calls of this run."""
@@ -166,8 +182,10 @@ class Run:
         by_plan = _by_plan(calls)
         return {
             "id": self.number,
+            "uid": self.uid,
             "prompt_id": self.prompt_id,
             "node_id": self.node_id,
+            "apply_node_id": self.apply_node_id,
             "model": self.model,
             "started": round(self.started, 3),
             "seconds": None if self.seconds is None else round(self.seconds, 3),
@@ -185,6 +203,7 @@ class Run:
             "comparisons": list(self._comparisons.values()),
             "events": events,
             "override_replaced_by": self.replaced_by,
+            "vram_peak_mib": self._memory.mib(),
         }
 
 
@@ -247,7 +266,7 @@ def _shapes(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
 
 
 def _sites(
-    calls: dict[tuple[int, Plan], int], worst: dict[tuple[int, Plan], tuple[int, SiteAccuracy]]
+    calls: dict[tuple[int, Plan], int], worst: dict[tuple[int, Plan], tuple[int | None, SiteAccuracy]]
 ) -> list[dict[str, Any]]:
     """One row per site and plan, in the order in which a forward makes the calls; calls without a site come last.
 
@@ -275,7 +294,7 @@ def _sites(
     return sites
 
 
-def accuracy_to_json(plan: Plan, later: tuple[int, SiteAccuracy] | None) -> dict[str, Any] | None:
+def accuracy_to_json(plan: Plan, later: tuple[int | None, SiteAccuracy] | None) -> dict[str, Any] | None:
     """The largest error found at a site: when its plan was made (step null) or at a later check."""
     first = plan.use.accuracy if plan.use else None
     found: list[tuple[int | None, SiteAccuracy]] = [(None, first)] if first else []
@@ -300,16 +319,23 @@ def spec_to_json(spec: Any) -> dict[str, Any]:
 
 
 class Stats:
-    """The last runs of one patched model; runs are kept apart by prompt and sampler node."""
+    """The last runs of one patched model; runs are kept apart by prompt and sampler node.
 
-    def __init__(self) -> None:
+    ``opened`` is told of each run when it starts, on the thread that samples.
+    """
+
+    def __init__(self, apply_node_id: str | None = None, opened: Callable[[Run], None] = lambda run: None) -> None:
+        self._apply_node_id = apply_node_id
+        self._opened = opened
         self._runs: deque[Run] = deque(maxlen=MAX_RUNS)
         self._numbers = count(1)
         self._lock = threading.Lock()
 
-    def open(self, prompt_id: str | None, node_id: str | None, model: str = "") -> Run:
+    def open(
+        self, prompt_id: str | None, node_id: str | None, model: str = "", device: torch.device | None = None
+    ) -> Run:
         with self._lock:
-            return self._open(prompt_id, node_id, model)
+            return self._open(prompt_id, node_id, model, device)
 
     def outside(self, prompt_id: str | None, node_id: str | None) -> Run:
         """The run for calls that no sampler stands around: the last one, if it is for such calls of the same node."""
@@ -317,11 +343,12 @@ class Stats:
             last = self._runs[-1] if self._runs else None
             if last and (last.prompt_id, last.node_id, last.model) == (prompt_id, node_id, OUTSIDE):
                 return last
-            return self._open(prompt_id, node_id, OUTSIDE)
+            return self._open(prompt_id, node_id, OUTSIDE, None)
 
-    def _open(self, prompt_id: str | None, node_id: str | None, model: str) -> Run:
-        run = Run(next(self._numbers), prompt_id, node_id, model)
+    def _open(self, prompt_id: str | None, node_id: str | None, model: str, device: torch.device | None) -> Run:
+        run = Run(next(self._numbers), prompt_id, node_id, model, self._apply_node_id, device)
         self._runs.append(run)
+        self._opened(run)
         return run
 
     def snapshot(self) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ UNREADABLE = Plan("native", None, None, (Verdict("any kernel", (MASKED,)),))
 
 
 def make_run(*forwards) -> Run:
-    run = Run(7, "prompt", "12:5", "Flux")
+    run = Run(7, "prompt", "12:5", "Flux", "12:4")
     for plans in forwards:
         run.record(plans)
     return run
@@ -41,10 +41,11 @@ def test_a_run_as_json_has_every_field_of_the_schema():
     run.close("finished")
     written = json.loads(json.dumps(run.snapshot(), allow_nan=False))
     assert written == run.snapshot()
-    assert {name: written[name] for name in ("id", "prompt_id", "node_id", "model", "status")} == {
+    assert {name: written[name] for name in ("id", "prompt_id", "node_id", "apply_node_id", "model", "status")} == {
         "id": 7,
         "prompt_id": "prompt",
         "node_id": "12:5",
+        "apply_node_id": "12:4",
         "model": "Flux",
         "status": "finished",
     }
@@ -58,7 +59,8 @@ def test_a_run_as_json_has_every_field_of_the_schema():
     assert written["seconds"] >= 0
     assert written["started"] > 1.7e9
     assert set(written) == {
-        *("id", "prompt_id", "node_id", "model", "started", "seconds", "status", "steps", "total_steps", "forwards"),
+        *("id", "uid", "prompt_id", "node_id", "apply_node_id", "vram_peak_mib"),
+        *("model", "started", "seconds", "status", "steps", "total_steps", "forwards"),
         *("calls", "calls_by_kernel", "refusals", "shapes", "sites", "events", "override_replaced_by"),
         *("rescued_forwards", "comparison_calls", "comparisons"),
     }
@@ -202,3 +204,14 @@ def test_a_sampler_ends_the_run_of_calls_outside_one():
     first = stats.outside("p", "1")
     sampled = stats.open("p", "1", "Flux")
     assert stats.outside("p", "1") not in (first, sampled)
+
+
+def test_every_run_has_an_id_of_its_own_and_tells_of_its_start():
+    opened = []
+    stats = Stats("12:4", opened.append)
+    runs = [stats.open("p", "1"), stats.outside("p", "1"), Stats().open("p", "1")]
+    assert opened == runs[:2]
+    assert [run.apply_node_id for run in runs] == ["12:4", "12:4", None]
+    written = [run.snapshot() for run in runs]
+    assert len({run["uid"] for run in written}) == 3
+    assert all(len(run["uid"]) == 32 for run in written)
