@@ -1,0 +1,118 @@
+"""The rounds of one line with models that do nothing: their order, failures, the time limit, and what fails a run."""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import pytest
+import torch
+
+from benchmarks.lines import LINES
+from benchmarks.whole_models import LineRun, Log, Machine, broken, parse
+
+LATENT = torch.zeros(1)
+
+
+class Sampling:
+    """Counts its runs; the model named in ``fails`` raises at its run of that number."""
+
+    def __init__(self, fails=None):
+        self.runs = []
+        self.fails = fails or {}
+
+    def sample(self, model, steps=None):
+        self.runs.append(model)
+        if self.runs.count(model) == self.fails.get(model):
+            raise torch.OutOfMemoryError(f"no memory for {model}")
+        time.sleep(0.001)
+        return LATENT
+
+
+def line_run(*names, rounds=4):
+    options = argparse.Namespace(tiny=False, rounds=rounds, entries=None)
+    run = LineRun("flux-1024", LINES["flux-1024"], Machine(torch.device("cpu")), options, Log())
+    run.models = {name: name for name in names}
+    run.result["entries"] = {name: {"status": "ok", "seconds": [], "peak_bytes": 0, "error": ""} for name in names}
+    return run
+
+
+def test_every_second_round_runs_backwards():
+    run, sampling = line_run("a", "b", "c", rounds=3), Sampling()
+    run._rounds(sampling, time.perf_counter() + 60)
+    assert "".join(sampling.runs) == "abccbaabc"
+    assert [len(entry["seconds"]) for entry in run.result["entries"].values()] == [3, 3, 3]
+    assert all(seconds > 0.001 for entry in run.result["entries"].values() for seconds in entry["seconds"])
+
+
+def test_an_entry_that_raises_leaves_and_the_others_go_on():
+    run, sampling = line_run("a", "b", "c", rounds=3), Sampling(fails={"b": 2})
+    run._rounds(sampling, time.perf_counter() + 60)
+    assert "".join(sampling.runs) == "abccbaac"
+    assert run.result["entries"]["b"]["status"] == "failed"
+    assert run.result["entries"]["b"]["error"] == "OutOfMemoryError: no memory for b"
+    assert set(run.models) == {"a", "c"}
+    assert len(run.result["entries"]["a"]["seconds"]) == 3
+
+
+def test_no_round_starts_that_would_end_after_the_deadline_but_the_first():
+    run, sampling = line_run("a", rounds=9), Sampling()
+    run._rounds(sampling, time.perf_counter() - 1)
+    assert sampling.runs == ["a"]
+
+
+def result(**fields):
+    entries = {name: {"status": "ok"} for name in ("native", "native again", "auto", "native (observe only)")}
+    repeatable = {"warm_bits_equal": True, "from_disk_bits_equal": True}
+    defaults = {"status": "ok", "title": "Model", "judged": True, "entries": entries, "repeatable": repeatable}
+    return {**defaults, "verdicts": [], **fields}
+
+
+def test_a_run_in_which_all_is_well_does_not_fail():
+    verdict = {"held": True, "target": False, "text": "met"}
+    missed_target = {"held": False, "target": True, "text": "MISSED"}
+    other = {**result()["entries"], "plain sageattn": {"status": "failed", "error": "no kernel"}}
+    assert broken(result()) == []
+    assert broken(result(verdicts=[verdict, missed_target])) == []
+    assert broken(result(entries=other)) == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"status": "failed", "error": "out of memory"},
+        {"entries": {"auto": {"status": "failed", "error": "raised"}}},
+        {"repeatable": {"warm_bits_equal": False, "from_disk_bits_equal": True}},
+        {"repeatable": {"warm_bits_equal": True, "from_disk_bits_equal": False}},
+        {"repeatable": {"error": "raised"}},
+        {"verdicts": [{"held": False, "target": False, "text": "MISSED"}]},
+    ],
+)
+def test_each_thing_that_fails_a_run_does(fields):
+    (text,) = broken(result(**fields))
+    assert text.startswith("Model: ")
+
+
+def test_a_bar_is_for_a_gpu_only():
+    assert broken(result(judged=False, verdicts=[{"held": False, "target": False, "text": "MISSED"}])) == []
+
+
+def test_warnings_are_counted_and_the_first_is_kept():
+    log = Log()
+    for text in ("first", "second"):
+        log.emit(log_record(text))
+    assert log.take() == "logged 2 warnings, first: first"
+    assert log.take() == ""
+
+
+def log_record(text):
+    import logging
+
+    return logging.LogRecord("any", logging.WARNING, "file", 1, text, None, None)
+
+
+def test_unknown_lines_are_refused_with_those_that_there_are(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--tiny", "--lines", "flux-1024,flux-4096"])
+    assert "flux-4096; there are flux-1024" in capsys.readouterr().err
+    assert parse(["--tiny", "--lines", "all"]).lines == list(LINES)
