@@ -104,7 +104,7 @@ def seconds_of_run(model: Model, dispatcher: Dispatcher) -> float:
             dispatcher.apply_model(forward, model.x, t.to(model.x.device), None, None, None, options)
             callback(step)
 
-    wait = waiter(model.x)
+    wait = waiter(model.x) or (lambda: None)
     wait()
     start = time.perf_counter()
     dispatcher.outer_sample(Executor(sampler), None, None, None, SIGMAS)

@@ -13,7 +13,11 @@ from .accuracy import compare
 from .outputs import tensors_of
 
 NOISE = 0.005
-"""A plan must be faster than native by more than this share, which two timings of one forward differ by."""
+"""What two timings of one forward differ by on a quiet machine; a plan must be faster by more than that."""
+HOST_SHARE = 0.95
+"""A forward whose launches take this share of its time is limited by the host. Where the device is, a host can be held
+up by a full queue too, but then it is some thousand launches ahead, and forwards have less than twenty thousand."""
+LIMIT_ROUNDS = 3
 ENOUGH_MS = 400.0
 """Forwards are timed again until each side took this long together: single short ones differ by some percent."""
 MAX_ROUNDS = 5
@@ -22,27 +26,30 @@ Forward = Callable[[], Any]
 
 
 class Comparison(NamedTuple):
-    """Milliseconds of one forward, natively and with the plan, and the error of the plan's output: relative L2 and
-    cosine against native's, and PSNR in dB with native's range as the peak (None where the outputs are equal).
+    """Milliseconds of one forward, natively and with the plan; the share by which native's two shortest times differ;
+    and the error of the plan's output: relative L2 and cosine against native's, and PSNR in dB with native's range as
+    the peak (None where the outputs are equal).
 
     None also where a number has no finite value, as when native's output is zero or NaN."""
 
     native_ms: float
     plan_ms: float
+    noise: float
     relative_l2: float | None
     cosine: float | None
     psnr: float | None
 
     @property
     def faster(self) -> bool:
-        return self.plan_ms < self.native_ms * (1 - NOISE)
+        return self.plan_ms < self.native_ms * (1 - max(NOISE, self.noise))
 
     @classmethod
     def from_json(cls, value: object) -> Comparison | None:
         """The comparison whose ``_asdict()`` is ``value``; None for anything else, as a file can be edited by hand."""
         if not isinstance(value, dict) or value.keys() != set(cls._fields):
             return None
-        numbers = [number for name, number in value.items() if name.endswith("_ms") or number is not None]
+        needed = ("native_ms", "plan_ms", "noise")
+        numbers = [number for name, number in value.items() if name in needed or number is not None]
         if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
             return None
         if not (value["native_ms"] > 0 and value["plan_ms"] > 0):
@@ -50,8 +57,8 @@ class Comparison(NamedTuple):
         return cls(**value)
 
 
-def compare_forwards(native: Forward, plan: Forward, wait: Callable[[], object]) -> tuple[Comparison, Any, Any]:
-    """The comparison and both outputs; ``wait`` waits for the device.
+def compare_forwards(native: Forward, plan: Forward, wait: Callable[[], object] | None) -> tuple[Comparison, Any, Any]:
+    """The comparison and both outputs; ``wait`` waits for the device, and is None where the host does the work itself.
 
     The forwards are run in turns, each at least once and as often as short ones need to be timed well; the shortest
     time of each counts, as everything else on the machine only ever adds to it. Both have run before, so that nothing
@@ -61,23 +68,44 @@ def compare_forwards(native: Forward, plan: Forward, wait: Callable[[], object])
     outputs: dict[str, Any] = {}
     for _ in range(MAX_ROUNDS):
         for name, forward in (("native", native), ("plan", plan)):
-            wait()
-            start = time.perf_counter()
-            outputs[name] = forward()
-            wait()
-            times[name].append((time.perf_counter() - start) * 1e3)
+            outputs[name], _, whole_ms = _timed(forward, wait)
+            times[name].append(whole_ms)
         if min(sum(side) for side in times.values()) >= ENOUGH_MS:
             break
     error = compare(_flat(outputs["plan"]), reference := _flat(outputs["native"]))
     peak = float(reference.max() - reference.min())
+    shortest, *longer = sorted(times["native"])
     comparison = Comparison(
-        native_ms=min(times["native"]),
+        native_ms=shortest,
         plan_ms=min(times["plan"]),
+        noise=longer[0] / shortest - 1 if longer and shortest > 0 else 0.0,
         relative_l2=error.relative_l2 if math.isfinite(error.relative_l2) else None,
         cosine=error.cosine if error.finite else None,
         psnr=20 * math.log10(peak / error.rmse) if 0 < error.rmse < math.inf and peak > 0 else None,
     )
     return comparison, outputs["native"], outputs["plan"]
+
+
+def is_host_bound(native: Forward, wait: Callable[[], object]) -> bool:
+    """Whether the host limits the forward: its launches take about as long as the work on the device that they start.
+
+    The forward has run before, and is short: longer ones are not asked about.
+    """
+    timed = [_timed(native, wait)[1:] for _ in range(LIMIT_ROUNDS)]
+    launches_ms, whole_ms = map(min, zip(*timed, strict=True))
+    return bool(launches_ms >= HOST_SHARE * whole_ms)
+
+
+def _timed(forward: Forward, wait: Callable[[], object] | None) -> tuple[Any, float, float]:
+    """The forward's output, and the milliseconds of its launches and of all of it."""
+    if wait is not None:
+        wait()
+    start = time.perf_counter()
+    output = forward()
+    launched = time.perf_counter()
+    if wait is not None:
+        wait()
+    return output, (launched - start) * 1e3, (time.perf_counter() - start) * 1e3
 
 
 def obstacle(options: dict[str, Any], own_key: str) -> str | None:

@@ -22,11 +22,11 @@ def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def waiter(tensor: torch.Tensor) -> Callable[[], object]:
-    """The function that waits for all work on the tensor's device; on a CPU there is nothing to wait for."""
+def waiter(tensor: torch.Tensor) -> Callable[[], object] | None:
+    """The function that waits for all work on the tensor's device; None for a CPU, where a call is its own work."""
     device = tensor.device
     if device.type == "cpu":
-        return lambda: None
+        return None
     synchronize = getattr(torch, device.type).synchronize
     return partial(synchronize, device) if device.type == "cuda" else synchronize
 

@@ -19,7 +19,7 @@ from torch.compiler import is_compiling
 from .backends.base import Backend, Kernel
 from .call import AttentionCall, CallKey, Native, decision_key
 from .checking import SiteAccuracy
-from .comparing import Comparison, compare_forwards, lasting_obstacle, obstacle, own_control
+from .comparing import Comparison, compare_forwards, is_host_bound, lasting_obstacle, obstacle, own_control
 from .device import RandomState, waiter
 from .failure import explain, naming
 from .outputs import all_finite, tensors_of
@@ -27,6 +27,7 @@ from .planning import Planner, block_key
 from .policy import AUTO, NATIVE_ONLY, Policy
 from .refusal import Refusal, RefusalCode
 from .selection import ANY_KERNEL, NATIVE, Plan, Verdict, select
+from .serving import misfit
 from .session import Session
 from .spec import AttentionSpec
 from .stats import Run, Stats
@@ -53,15 +54,16 @@ class Forward:
     ``reason`` keeps all of it native. ``watch`` is told of every call, with the output of its kernel, before the
     output goes back to the model: None for native, and where the plan is new and so has been checked just now. ``seen``
     is what it gathers, on the device.
-    ``extra`` says that the forward is made for a comparison only.
+    ``extra`` says that the forward is made for a comparison only, ``host_bound`` what was found to limit such forwards.
     """
 
-    __slots__ = ("block", "block_number", "extra", "plans", "reason", "run", "seen", "watch")
+    __slots__ = ("block", "block_number", "extra", "host_bound", "plans", "reason", "run", "seen", "watch")
 
-    def __init__(self, run: Run, reason: Refusal | None, extra: bool = False) -> None:
+    def __init__(self, run: Run, reason: Refusal | None, extra: bool = False, host_bound: bool | None = None) -> None:
         self.run = run
         self.reason = reason
         self.extra = extra
+        self.host_bound = host_bound
         self.plans: list[Plan] = []
         self.watch: Watch | None = None
         self.seen: list[tuple[int, Plan, torch.Tensor]] = []
@@ -99,6 +101,7 @@ class Dispatcher:
         self._banned: dict[tuple[CallKey, Place], tuple[Verdict, ...]] = {}
         """Kernels that failed a check at a site."""
         self._generation = session.generation
+        self._failing = session.failing
         self._threads = threading.local()
         self._run: Run | None = None
         self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -132,9 +135,13 @@ class Dispatcher:
         output: Any = None
         if plan.serve is not None:
             output = plan.serve(args[0], args[1], args[2], args[4] if len(args) > 4 else kwargs.get("mask"))
+            if fresh and not isinstance(output, Refusal):
+                output = misfit(plan.kernel, output, args[0]) or output
             if isinstance(output, Refusal):
                 plans[site] = self._after_failure(plan, output, forward, args[0].device)
                 output = None
+            elif self._failing:
+                self.session.succeeded(plan.kernel, args[0].device)
         if forward.watch is not None:
             mask = args[4] if len(args) > 4 else kwargs.get("mask")
             forward.watch(forward, site, plans[site], (*args[:3], mask), None if fresh else output)
@@ -174,10 +181,11 @@ class Dispatcher:
             lambda: self._native(func, args, kwargs),
             describe_function(self.previous or func),
             self._banned.get((key, place), ()),
+            forward.host_bound,
         )
-        full = next((refusal for _, refusal in plan.reasons() if refusal.code is RefusalCode.OUT_OF_MEMORY), None)
-        if full is not None and full is not place[1]:  # met just now: the next run tries again
-            self._leave_to_native(forward, full)
+        if plan.once is not None:
+            if plan.once.code is RefusalCode.OUT_OF_MEMORY:
+                self._leave_to_native(forward, plan.once)
             return plan
         if self._count >= MAX_PLANS:
             self._forget_plans()
@@ -209,7 +217,7 @@ class Dispatcher:
             self.session.after_failure(plan.kernel, device, refusal)
             self._forget_retired()
             forward.run.note(refusal.detail)
-        return Plan(NATIVE, plan.spec, plan.block, (Verdict(plan.kernel, (refusal,)),))
+        return Plan(NATIVE, plan.spec, plan.block, (Verdict(plan.kernel, (refusal,)),), once=refusal)
 
     def _leave_to_native(self, forward: Forward, refusal: Refusal) -> None:
         """After running out of memory: the rest of the forward and of its run is native, the next run is not."""
@@ -284,6 +292,8 @@ class Dispatcher:
     def _begin(self, run: Run, patcher: Any, sigmas: Any) -> None:
         """What is known of a run before its first forward."""
         run.total_steps = max(len(sigmas) - 1, 0)
+        if self._planner.finder.begin_run():
+            self._forget_plans()
         run.obstacle = lasting_obstacle(
             getattr(patcher, "model_options", {}), getattr(patcher, "object_patches", {}).keys()
         )
@@ -335,17 +345,21 @@ class Dispatcher:
             random.restore_before_repeat()
             return self._run_without_override(executor, x, t, args, kwargs, options)
 
-        forward = Forward(run, reason)
+        forward = Forward(run, reason, host_bound=self._host_bound(key))
         if reason is None and run.takes_check():
             forward.watch = _check
         before = self._settled(run)
         output = self._approve(forward, run_forward(forward), run_forward)
+        if in_the_way is None and (bound := self._find_limit(forward, key, run_bare, waiter(t))) is not None:
+            forward = Forward(run, reason, host_bound=bound)
+            output = self._approve(forward, run_forward(forward), run_forward)
         if all(plan.serve is None for plan in forward.plans):
             # without a call, or where another node may leave calls out, the next forward can be a different one
-            if forward.plans and in_the_way is None:
+            lasting = all(plan.once is None for plan in forward.plans)
+            if forward.plans and lasting and in_the_way is None:
                 run.silence(key, reason, forward.plans)
         elif self._settled(run) == before and self._compares(run, key, in_the_way, output):
-            output = self._compare(run, key, run_bare, run_forward, waiter(t), output)
+            output = self._compare(forward, key, run_bare, run_forward, waiter(t), output)
         return output
 
     def _settled(self, run: Run) -> tuple[int, int, bool]:
@@ -397,20 +411,47 @@ class Dispatcher:
             run.leave_uncompared(key, in_the_way)
         return in_the_way is None
 
+    def _host_bound(self, key: str) -> bool | None:
+        """Whether the host limits such forwards; None before one was timed."""
+        known = (self.session.measurements.get("limits", key) or {}).get("host_bound")
+        return known if isinstance(known, bool) else None
+
+    def _find_limit(
+        self, forward: Forward, key: str, native: Callable[[], Any], wait: Callable[[], object] | None
+    ) -> bool | None:
+        """Find out, once, whether the host limits such forwards, where the choice of a kernel rests on it.
+
+        What was found, when the forward's plans were made for the other case; those are forgotten. None otherwise.
+        """
+        guessed = {plan.host_bound for plan in forward.plans} - {None}
+        if wait is None or not guessed or forward.host_bound is not None or self.policy.compare_with_native == "never":
+            return None
+        try:
+            bound = is_host_bound(native, wait)
+        except torch.OutOfMemoryError:  # native needs more than the plan: a guess has to do
+            return None
+        self.session.measurements.put("limits", key, {"host_bound": bound})
+        if guessed == {bound}:
+            return None
+        self._forget_plans()
+        forward.run.note(f"planned again: the {'host' if bound else 'device'} limits this model call")
+        return bound
+
     def _compare(
         self,
-        run: Run,
+        forward: Forward,
         key: str,
         native: Callable[[], Any],
         run_forward: Callable[[Forward], Any],
-        wait: Callable[[], object],
+        wait: Callable[[], object] | None,
         output: Any,
     ) -> Any:
         """Run the forward both ways, remember what came of it, and hand on the better one's output."""
+        run = forward.run
 
         def plan() -> Any:
-            forward = Forward(run, None, extra=True)
-            return self._approve(forward, run_forward(forward), run_forward)
+            again = Forward(run, None, extra=True, host_bound=forward.host_bound)
+            return self._approve(again, run_forward(again), run_forward)
 
         before = self._settled(run)
         try:
@@ -430,10 +471,10 @@ class Dispatcher:
     def _approve(self, forward: Forward, output: Any, run_forward: Callable[[Forward], Any]) -> Any:
         """The forward's output, or that of another one where a kernel spoilt it.
 
-        Waits for the device, once, and only when a quantized kernel served a call.
+        Waits for the device, once, and only when a kernel served a call.
         """
         run = forward.run
-        while any(plan.quantized for plan in forward.plans):
+        while any(plan.serve is not None for plan in forward.plans):
             with naming(_kernels(forward.plans)):
                 finite, accuracies = _read(output, forward.seen)
             if not finite:
@@ -442,7 +483,7 @@ class Dispatcher:
             if not failed or run.obstacle is not None or run.step != run.first_check:
                 break
             # the first check of a run comes before anything is handed on
-            forward = Forward(run, forward.reason, forward.extra)
+            forward = Forward(run, forward.reason, forward.extra, forward.host_bound)
             forward.watch = _check
             output = run_forward(forward)
         return output
@@ -481,7 +522,7 @@ class Dispatcher:
         finite = [bool(flag) for _, _, flag in forward.seen]
         guilty = {plan for (_, plan, _), ok in zip(forward.seen, finite, strict=True) if not ok}
         # none found: the error grew behind attention, so none of them is above suspicion
-        guilty = guilty or {plan for plan in broken.plans if plan.quantized}
+        guilty = guilty or {plan for plan in broken.plans if plan.serve is not None}
         self._ban(
             guilty, lambda plan: Refusal(RefusalCode.NOT_FINITE, f"{plan.kernel} made NaN or Inf out of this site")
         )
@@ -532,7 +573,7 @@ class Dispatcher:
         )
         _, (verdict,) = select(
             spec,
-            [(backend, None)],
+            [backend],
             self.policy,
             load=lambda backend: self._load_again(backend, device),
             trial=lambda use: self.session.trial(use, spec, device) or use,
@@ -567,7 +608,7 @@ def _suspect(plans: list[Plan]) -> Watch:
 
     def watch(forward: Forward, site: int, _: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:
         plan = plans[site] if site < len(plans) else None
-        if plan is None or not plan.quantized or plan.serve is None:
+        if plan is None or plan.serve is None:
             return
         again = plan.serve(*tensors)
         if isinstance(again, torch.Tensor):
@@ -590,7 +631,7 @@ def _own(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _kernels(plans: Iterable[Plan]) -> str:
-    return ", ".join(sorted({plan.kernel for plan in plans if plan.quantized}))
+    return ", ".join(sorted({plan.kernel for plan in plans if plan.serve is not None}))
 
 
 def _describe_model(model: Any) -> str:

@@ -1,9 +1,10 @@
-"""What an exception out of a kernel says: about memory, about the kernel, or that the device is lost."""
+"""What an exception out of a kernel says: about memory, a file, the kernel, or that the device is lost."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 
 import torch
 
@@ -40,7 +41,19 @@ def explain(error: Exception, kernel: str) -> Refusal:
     # Triton and HIP wrap running out of memory in errors of their own
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
         return Refusal(RefusalCode.OUT_OF_MEMORY, described)
+    if _is_about_a_file(error):
+        return Refusal(RefusalCode.FILE_ERROR, described)
     return Refusal(RefusalCode.KERNEL_ERROR, described)
+
+
+def _is_about_a_file(error: BaseException | None) -> bool:
+    """Whether it is, or was raised from, a file that is missing, half written or refused: Triton and its like keep
+    what they compiled in a folder that other processes use and clear too."""
+    while error is not None:
+        if isinstance(error, (OSError, JSONDecodeError)):
+            return True
+        error = error.__cause__
+    return False
 
 
 @contextmanager

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
-
-from .backends import Preference
-from .backends.base import Backend, Kernel
-from .call import AttentionCall, four_axes, shaping
+from .call import AttentionCall
+from .candidates import CandidateFinder, Candidates, Switches
 from .checking import SMOOTHING_GAIN, SiteAccuracy, site_norms
-from .failure import explain, naming
-from .policy import AUTO, NATIVE_ONLY, Policy
-from .ranking import rank
+from .failure import explain
+from .policy import NATIVE_ONLY, Policy
 from .refusal import Refusal, RefusalCode
-from .selection import ANY_KERNEL, NATIVE, Plan, Use, Verdict, judge, select
+from .selection import ANY_KERNEL, NATIVE, Plan, Use, Verdict, select
+from .serving import looker, misfit, server
 from .session import Session
 from .spec import AttentionSpec
-from .timing import Timing, time_candidates
 
 logger = logging.getLogger("sagescope")
 
-MIN_SCORES = 512 * 512
-"""Query times key tokens from which kernels are timed: below, a call takes less than its launch on any GPU."""
-HOST_BOUND_MS = 0.5
-"""A forward whose native attention calls are shorter than this on the device may be limited by the host, which issues
-some ten launches for each: an SDXL-sized one on a big GPU is, with 0.2 ms a call, a FLUX-sized one with 0.8 is not."""
 MAX_LOGGED = 1_000
 """Lines about new plans that one model may write."""
-
-
-Candidate = tuple[Backend, "Preference | None"]
+FAILURES = (RefusalCode.KERNEL_ERROR, RefusalCode.FILE_ERROR, RefusalCode.OUT_OF_MEMORY)
+"""What a kernel that was called can raise."""
 
 
 class Planner:
@@ -42,6 +33,7 @@ class Planner:
     def __init__(self, policy: Policy, session: Session) -> None:
         self.policy = policy
         self.session = session
+        self.finder = CandidateFinder(policy, session)
         self._logged: set[tuple[Any, ...]] = set()
 
     def plan(
@@ -51,12 +43,13 @@ class Planner:
         native: Callable[[], object],
         native_name: str,
         banned: Sequence[Verdict] = (),
+        host_bound: bool | None = None,
     ) -> Plan:
         """The plan for calls like ``call`` at its site.
 
         ``native`` runs the call natively, to be timed; what was measured beside another is not taken for it, so it
-        has a name. ``reason`` keeps the whole call native. ``banned`` are kernels
-        that failed at this site before, and why.
+        has a name. ``reason`` keeps the whole call native. ``banned`` are kernels that failed at this site before, and
+        why. ``host_bound`` is what was found to limit the forward, None before that was measured.
         """
         device = call.query.device
         spec, refusals = call.read(self.session.environment.arch_of(device))
@@ -67,135 +60,44 @@ class Planner:
             refusals = (Refusal(RefusalCode.OBSERVE_ONLY, f"kernel is '{NATIVE_ONLY}'"),)
         if spec is None or refusals:
             return Plan(NATIVE, spec, block, (Verdict(ANY_KERNEL, refusals),))
-        candidates, verdicts, times = self._candidates(call, spec, native, native_name)
+        found = self.finder.find(call, spec, native, native_name, host_bound)
         out = {verdict.kernel for verdict in banned}
         use, looked_at = select(
             spec,
-            [(backend, preference) for backend, preference in candidates if backend.name not in out],
+            [self.session.backend(name) for name in found.switches if name not in out],
             self.policy,
-            load=lambda backend: self._load(backend, device),
-            trial=lambda use: self._admit(use, call, spec),
+            load=partial(self.session.load, device=device, allow_download=self.policy.allow_hub_download),
+            trial=lambda use: self._admit(use, found.switches[use.backend.name], call, spec),
         )
-        verdicts = (*verdicts, *banned, *looked_at)
+        verdicts = (*found.verdicts, *banned, *looked_at)
         if not verdicts:
             detail = f"this device is {spec.arch}; no kernel is known to be faster than native there"
             verdicts = (Verdict(ANY_KERNEL, (Refusal(RefusalCode.ARCH, detail),)),)
         self._log_once(spec, use, verdicts)
-        if use is None:
-            return Plan(NATIVE, spec, block, verdicts, times=times)
-        look = None if use.backend.exact or self.policy.tolerance is None else _looker(call, spec)
-        return Plan(use.backend.name, spec, block, verdicts, use, _server(use, call, spec), look, times)
-
-    def _load(self, backend: Backend, device: torch.device) -> Kernel | tuple[Refusal, ...]:
-        return self.session.load(backend, device, self.policy.allow_hub_download)
-
-    def _candidates(
-        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object], native_name: str
-    ) -> tuple[list[Candidate], tuple[Verdict, ...], dict[str, Timing]]:
-        """The kernels to try, best first, why not the others that were looked at, and what was measured."""
-        if self.policy.kernel != AUTO:
-            return [(self.session.backend(self.policy.kernel), None)], (), {}
-        starting_order = self.session.order.get(spec.arch, ())
-        if not starting_order:
-            return [], (), {}
-        if spec.qo_len * spec.kv_len < MIN_SCORES:
-            detail = f"{spec.qo_len} x {spec.kv_len} tokens are too few for a kernel to save time"
-            return [], (Verdict(ANY_KERNEL, (Refusal(RefusalCode.NOT_WORTHWHILE, detail),)),), {}
-        found = self._timings(call, spec, native, native_name)
-        # a kernel that was fast once but cannot be had now must not keep a slower one from serving
-        found = {name: entry for name, entry in found.items() if name == NATIVE or self._to_be_had(name, call, spec)}
-        times = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
-        exact = {backend.name for backend in self.session.backends if backend.exact}
-        ranking = rank(found, exact, NATIVE, host_bound=times[NATIVE].device_ms < HOST_BOUND_MS)
-        faster = ranking.order[: ranking.order.index(NATIVE)]
-        dropped = [Verdict(name, (refusal,)) for name, refusal in ranking.refusals.items()]
-        absent = [preference.kernel for preference in starting_order if preference.kernel not in found]
-        for name in absent:
-            judged = self._judge(self.session.backend(name), call, spec)
-            dropped += [Verdict(name, judged)] if not isinstance(judged, Use) else []
-        return [(self.session.backend(name), None) for name in faster], tuple(dropped), times
-
-    def _timings(
-        self, call: AttentionCall, spec: AttentionSpec, native: Callable[[], object], native_name: str
-    ) -> dict[str, Timing | Refusal]:
-        """The time of every kernel that may serve the call, measured once per spec on the call's own tensors.
-
-        What failed then is not in what is remembered, nor what was not to be had: once such a kernel may serve, all
-        are measured again.
-        """
-        device = call.query.device
-        key = f"{self.session.device_name(device)}: {native_name}: {spec._replace(max_offset=0)!r}"
-        known = self._remembered(key)
-        if NATIVE in known and not self._usable(call, spec, but=known):
-            return known
-        functions = {NATIVE: native, **self._usable(call, spec)}
-        with naming(", ".join(functions)):
-            found = time_candidates(functions, NATIVE, self.session.stopwatch(device))
-        kept: dict[str, object] = {}
-        for name, timing in found.items():
-            if isinstance(timing, Timing):
-                kept[name] = timing._asdict()
-            elif timing.code is RefusalCode.NOT_WORTHWHILE:
-                kept[name] = timing.detail
-            else:
-                self.session.after_failure(name, device, timing)
-        self.session.measurements.put("kernels", key, kept)
-        return found
-
-    def _remembered(self, key: str) -> dict[str, Timing | Refusal]:
-        """What was measured before, as far as it makes sense: the file can be edited, and kernels come and go."""
-        known: dict[str, Timing | Refusal] = {}
-        names = {NATIVE, *(backend.name for backend in self.session.backends)}
-        for name, value in (self.session.measurements.get("kernels", key) or {}).items():
-            timing = Timing.from_json(value)
-            if name in names and timing is not None:
-                known[name] = timing
-            elif name in names and name != NATIVE and isinstance(value, str):
-                known[name] = Refusal(RefusalCode.NOT_WORTHWHILE, value)
-        return known
-
-    def _usable(
-        self, call: AttentionCall, spec: AttentionSpec, but: Collection[str] = ()
-    ) -> dict[str, Callable[[], object]]:
-        """The kernels that an automatic choice may take for the call, as functions to time."""
-        functions: dict[str, Callable[[], object]] = {}
-        for backend in self.session.backends:
-            judged = self._judge(backend, call, spec) if backend.auto and backend.name not in but else ()
-            if isinstance(judged, Use):
-                functions[backend.name] = partial(_server(judged, call, spec), *call[:3], call.mask)
-        return functions
-
-    def _judge(
-        self, backend: Backend, call: AttentionCall, spec: AttentionSpec, try_it: bool = True
-    ) -> Use | tuple[Refusal, ...]:
-        """``judge`` up to the small example, which only ``try_it`` runs; the site's own tensors come once the kernel is
-        chosen.
-        """
-        device = call.query.device
-        return judge(
+        plan = Plan(
+            NATIVE,
             spec,
-            backend,
-            None,
-            self.policy,
-            load=lambda backend: self._load(backend, device),
-            trial=lambda use: (self.session.trial(use, spec, device) if try_it else None) or use,
+            block,
+            verdicts,
+            times=found.times,
+            host_bound=found.host_bound,
+            once=_passing(found, looked_at),
         )
+        if use is None:
+            return plan
+        look = None if use.backend.exact or self.policy.tolerance is None else looker(call, spec)
+        return replace(plan, kernel=use.backend.name, use=use, serve=server(use, call, spec), look=look)
 
-    def _to_be_had(self, name: str, call: AttentionCall, spec: AttentionSpec) -> bool:
-        return isinstance(self._judge(self.session.backend(name), call, spec, try_it=False), Use)
-
-    def _admit(self, use: Use, call: AttentionCall, spec: AttentionSpec) -> Use | Refusal:
+    def _admit(self, use: Use, switches: Switches, call: AttentionCall, spec: AttentionSpec) -> Use | Refusal:
         """The use as it may serve this site, or why it may not: the small example first, then the site's own tensors.
 
-        With smooth_k on "auto", smoothing is kept where it makes the error at the site clearly smaller.
+        ``switches`` are the values of smooth_k that are worth their time; True is kept where it makes the error at the
+        site clearly smaller.
         """
-        switches = [use.smooth_k]
-        if use.smooth_k is not None and self.policy.smooth_k == "auto" and self.policy.tolerance is not None:
-            switches = [False, True]
         best: Use | Refusal | None = None
-        for smooth_k in switches:
+        for smooth_k in switches if use.smooth_k is not None else (None,):
             tried = self._check(use._replace(smooth_k=smooth_k), call, spec)
-            if isinstance(tried, Refusal) and tried.code in (RefusalCode.KERNEL_ERROR, RefusalCode.OUT_OF_MEMORY):
+            if isinstance(tried, Refusal) and tried.code in FAILURES:
                 return tried  # it is not called again
             if best is None or isinstance(best, Refusal) or (isinstance(tried, Use) and _gains(tried, best)):
                 best = tried
@@ -210,12 +112,11 @@ class Planner:
         if use.backend.exact or tolerance is None:
             return use
         name, device = use.backend.name, call.query.device
-        output = _server(use, call, spec)(call.query, call.key, call.value, call.mask)
+        output = server(use, call, spec)(call.query, call.key, call.value, call.mask)
+        if not isinstance(output, Refusal):
+            output = misfit(name, output, call.query) or output
         if isinstance(output, Refusal):
             return self.session.after_failure(name, device, output)
-        if output.dtype != call.query.dtype or output.numel() != call.query.numel():
-            detail = f"{name} returned {list(output.shape)} {output.dtype} for query {list(call.query.shape)}"
-            return self.session.after_failure(name, device, Refusal(RefusalCode.KERNEL_ERROR, detail))
         try:
             accuracy = SiteAccuracy.from_norms(site_norms(call, spec, output).tolist())
         except Exception as error:  # the kernel's own error can come out here, and memory can run out
@@ -233,46 +134,21 @@ class Planner:
         logger.info("SageScope: %s -> %s%s", spec.describe(), entry[1], f" ({reasons})" if reasons else "")
 
 
+def _passing(found: Candidates, looked_at: Sequence[Verdict]) -> Refusal | None:
+    """What kept a kernel away and may be over at the next call. Memory that was short for a measurement is not: the
+    others serve in this run."""
+    while_timed = [refusal for verdict in found.verdicts for refusal in verdict.refusals]
+    while_checked = [refusal for verdict in looked_at for refusal in verdict.refusals]
+    passing = [refusal for refusal in while_checked if refusal.code is RefusalCode.OUT_OF_MEMORY]
+    passing += [refusal for refusal in (*while_checked, *while_timed) if refusal.code is RefusalCode.FILE_ERROR]
+    return passing[0] if passing else None
+
+
 def _gains(smoothed: Use, plain: Use) -> bool:
     if smoothed.accuracy is None or plain.accuracy is None:
         return False
     error = smoothed.accuracy.worst_head_relative_l2
     return error < SMOOTHING_GAIN * plain.accuracy.worst_head_relative_l2
-
-
-def _server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Tensor | Refusal]:
-    """The function that serves calls like ``call`` with ``use``: views in, kernel, view out."""
-    to_kernel, from_kernel = shaping(call, spec, use.layout, use.expand_kv, use.backend.support.max_offset)
-    function, keywords, name = use.kernel.function, use.keywords(spec), use.backend.name
-    index = call.query.device.index if call.query.is_cuda else None
-
-    def serve(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:
-        try:
-            query, key, value = to_kernel(query, key, value)
-            given = keywords if mask is None else {**keywords, "attn_mask": four_axes(mask)}
-            # on_device_of says the same, at a cost that each call would pay
-            if index is None or index == torch.cuda.current_device():
-                return from_kernel(function(query, key, value, **given))
-            with torch.cuda.device(index):
-                return from_kernel(function(query, key, value, **given))
-        except Exception as error:  # whatever a kernel package may raise, the picture goes on
-            return explain(error, name)
-
-    return serve
-
-
-def _looker(call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Tensor]:
-    """The function that checks an output of calls like ``call`` in the middle of a run."""
-    flags = {"skip_reshape": call.skip_reshape, "skip_output_reshape": call.skip_output_reshape}
-    heads = call.heads
-
-    def look(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, output: torch.Tensor
-    ) -> torch.Tensor:
-        again = AttentionCall.from_comfy(query, key, value, heads, mask, None, **flags)
-        return site_norms(again, spec, output, exact=False)
-
-    return look
 
 
 def block_key(keywords: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -41,6 +41,7 @@ class RefusalCode(str, Enum):
     UNTRUSTED_PUBLISHER = "untrusted_publisher"
     TRIAL = "trial"
     OUT_OF_MEMORY = "out_of_memory"
+    FILE_ERROR = "file_error"
     KERNEL_ERROR = "kernel_error"
     NOT_WORTHWHILE = "not_worthwhile"
     # What the checks found on the model's own tensors.
@@ -81,6 +82,9 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.UNTRUSTED_PUBLISHER: "If you trust the publisher, fetch the kernel into the local Hub cache yourself.",
     RefusalCode.TRIAL: "Update or reinstall the package: on a small known example it gave a wrong result.",
     RefusalCode.OUT_OF_MEMORY: "Lower the resolution or free VRAM; the next run tries again.",
+    RefusalCode.FILE_ERROR: (
+        "Make room on the disk, or let nothing else clear the folder that the detail names, such as Triton's cache."
+    ),
     RefusalCode.KERNEL_ERROR: "See the log for the kernel's own error; restart ComfyUI to try it again.",
     RefusalCode.ACCURACY: "Nothing to do: other attention serves this site, where the kernel is not accurate enough.",
     RefusalCode.NOT_FINITE: "Nothing to do: other attention took over. bf16 values beyond fp16's range can do this.",

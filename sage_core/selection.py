@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .backends.base import Backend, Kernel
-from .backends.starting_order import Preference
 from .checking import SiteAccuracy
 from .policy import Policy
 from .refusal import Refusal, RefusalCode
@@ -30,6 +29,11 @@ class Use(NamedTuple):
     """Whether key is smoothed; None for a kernel without the switch."""
     accuracy: SiteAccuracy | None = None
     """What the check at the site found; None where nothing is checked."""
+
+    @property
+    def timed_as(self) -> str:
+        """The name among what is measured: a pass over key costs time, so smoothing is measured apart."""
+        return f"{self.backend.name} with smooth_k" if self.smooth_k else self.backend.name
 
     def keywords(self, spec: AttentionSpec) -> dict[str, Any]:
         """The keywords of the kernel function, attn_mask apart."""
@@ -64,9 +68,11 @@ class Plan:
     times: Mapping[str, Timing] = field(default_factory=dict)
     """What a call like this costs with each kernel that was measured."""
 
-    @property
-    def quantized(self) -> bool:
-        return self.use is not None and not self.use.backend.exact
+    host_bound: bool | None = None
+    """What was taken to limit the forward where that decides between kernels; None where it does not."""
+
+    once: Refusal | None = None
+    """Why the plan holds for its call only and the next is planned anew: what kept a kernel away may pass."""
 
     def reasons(self) -> Iterator[tuple[str, Refusal]]:
         """(kernel, refusal) for all that kept the kernels before the chosen one from serving."""
@@ -82,7 +88,7 @@ Trial = Callable[[Use], "Use | Refusal"]
 
 def select(
     spec: AttentionSpec,
-    candidates: Iterable[tuple[Backend, Preference | None]],
+    candidates: Iterable[Backend],
     policy: Policy,
     load: Load,
     trial: Trial,
@@ -93,8 +99,8 @@ def select(
     that nothing is imported or run for a kernel that could not serve the call anyway.
     """
     verdicts: list[Verdict] = []
-    for backend, preference in candidates:
-        judged = judge(spec, backend, preference, policy, load, trial)
+    for backend in candidates:
+        judged = judge(spec, backend, policy, load, trial)
         if isinstance(judged, Use):
             return judged, (*verdicts, Verdict(backend.name, ()))
         verdicts.append(Verdict(backend.name, judged))
@@ -104,14 +110,13 @@ def select(
 def judge(
     spec: AttentionSpec,
     backend: Backend,
-    preference: Preference | None,
     policy: Policy,
     load: Load,
     trial: Trial,
 ) -> Use | tuple[Refusal, ...]:
     """How the backend may serve the spec, or every reason why it may not."""
     support = backend.support
-    refusals = [*(preference.refusals(spec) if preference else ()), *support.refusals(spec, backend.name)]
+    refusals = list(support.refusals(spec, backend.name))
     explicit_smoothing = policy.smooth_k != "auto" and not backend.exact
     if explicit_smoothing and not support.smooth_k:
         detail = f"smooth_k is '{policy.smooth_k}'; {backend.name} has no such switch"

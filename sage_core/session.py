@@ -24,6 +24,10 @@ from .trial import trial_spec, try_kernel
 
 logger = logging.getLogger("sagescope")
 
+FILE_ERRORS_IN_A_ROW = 3
+"""After as many calls without a success a kernel is retired: a cache that another process cleared heals by itself, a
+full disk does not."""
+
 
 class Session:
     """One per process, handed to every Dispatcher. Holds no tensor and no model."""
@@ -48,6 +52,9 @@ class Session:
         self._loaded: dict[tuple[str, str, bool], Kernel | tuple[Refusal, ...]] = {}
         self._trials: dict[tuple[Any, ...], Refusal | None] = {}
         self._retired: dict[tuple[str, str], Refusal] = {}
+        self.failing: dict[tuple[str, str], int] = {}
+        """How many file errors a kernel had in a row on a device."""
+        self._warned: set[tuple[str, str]] = set()
         self._lock = threading.RLock()
 
     @cached_property
@@ -95,32 +102,56 @@ class Session:
     def trial(self, use: Use, spec: AttentionSpec, device: torch.device) -> Refusal | None:
         """Why the kernel may not serve calls like ``spec``, tried once per device and set of features.
 
-        A kernel that raises is retired, unless it only ran out of memory: then it is tried again next time.
+        A kernel that raises draws the consequence of ``after_failure``; one that may do better is tried again next
+        time.
         """
         key = (use.backend.name, str(device), use.layout, use.expand_kv, use.smooth_k, trial_spec(spec))
         with self._lock:
             if key in self._trials:
                 return self._trials[key]
             refusal = try_kernel(use, spec, device)
+            if refusal is None:
+                self.succeeded(use.backend.name, device)
             if refusal is None or refusal.code is RefusalCode.TRIAL:
                 self._trials[key] = refusal
-            if refusal is not None and refusal.code is not RefusalCode.OUT_OF_MEMORY:
+            if refusal is not None and refusal.code is RefusalCode.TRIAL:
                 logger.warning("SageScope: %s. Other attention serves these calls.", refusal.detail)
-            if refusal is not None and refusal.code is RefusalCode.KERNEL_ERROR:
-                self.retire(use.backend.name, device, refusal)
+            elif refusal is not None:
+                self.after_failure(use.backend.name, device, refusal)
             return refusal
 
     def after_failure(self, name: str, device: torch.device, refusal: Refusal) -> Refusal:
-        """Retire a kernel that raised, unless it only ran out of memory; gives the refusal back."""
-        if refusal.code is not RefusalCode.OUT_OF_MEMORY:
-            self.retire(name, device, refusal)
-            logger.warning("SageScope: %s. It is not used again until ComfyUI restarts.", refusal.detail)
+        """Draw the consequence of a kernel's failure, and give the refusal back.
+
+        Running out of memory says nothing about the kernel, and a file error little: only FILE_ERRORS_IN_A_ROW of them
+        retire it. Any other error does at once.
+        """
+        key = (name, str(device))
+        if refusal.code is RefusalCode.OUT_OF_MEMORY:
+            return refusal
+        if refusal.code is RefusalCode.FILE_ERROR:
+            with self._lock:
+                self.failing[key] = self.failing.get(key, 0) + 1
+                first, few = key not in self._warned, self.failing[key] < FILE_ERRORS_IN_A_ROW
+                self._warned.add(key)
+            if few:
+                if first:
+                    logger.warning("SageScope: %s. Native attention took the call; it is tried again.", refusal.detail)
+                return refusal
+        self.retire(name, device, refusal)
+        logger.warning("SageScope: %s. It is not used again until ComfyUI restarts.", refusal.detail)
         return refusal
+
+    def succeeded(self, name: str, device: torch.device) -> None:
+        """A kernel's call went well: earlier file errors do not count any more."""
+        with self._lock:
+            self.failing.pop((name, str(device)), None)
 
     def retire(self, name: str, device: torch.device, refusal: Refusal) -> None:
         """Take a kernel out on one device until ComfyUI restarts."""
         with self._lock:
             self._retired.setdefault((name, str(device)), refusal)
+            self.failing.pop((name, str(device)), None)
             self.generation += 1
 
     def snapshot(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sage_core import planning, serving
 from sage_core.accuracy import compare, exact_attention, sample_rows
 from sage_core.blockwise import element_limit
 from sage_core.checking import SiteAccuracy, site_norms
@@ -463,15 +464,14 @@ def test_the_next_kernel_takes_the_site_that_another_left():
 
 
 def test_a_run_is_checked_four_times_and_no_more(monkeypatch):
-    from sage_core import planning
-
     checks = []
 
     def counting(call, spec, output, exact=True):
         checks.append((comfy.run()["steps"], exact))
         return site_norms(call, spec, output, exact)
 
-    monkeypatch.setattr(planning, "site_norms", counting)
+    for module in (planning, serving):
+        monkeypatch.setattr(module, "site_norms", counting)
     machine = Machine()
     machine.add("a", 1.0)
     machine.add("exact", 1.0, exact=True)

@@ -9,11 +9,12 @@ import math
 import pytest
 import torch
 
-from sage_core import comparing
+from sage_core import comparing, dispatcher
 from sage_core.comparing import MAX_ROUNDS, Comparison, compare_forwards, obstacle
 from sage_core.report import build_report, to_markdown
 from tests.unit.conftest import (
     LONG,
+    Clock,
     Executor,
     FakeComfy,
     FakeKernel,
@@ -77,6 +78,7 @@ def test_the_first_forward_is_compared_once_and_remembered(machine):
     assert comparison == {
         "native_ms": pytest.approx(30.0),
         "plan_ms": pytest.approx(3.0),
+        "noise": pytest.approx(0.0),
         "relative_l2": pytest.approx(0.01, rel=1e-3),
         "cosine": pytest.approx(1.0),
         "psnr": pytest.approx(comparison["psnr"]),
@@ -298,10 +300,13 @@ def test_running_out_of_memory_while_comparing_is_no_comparison(machine):
     ],
 )
 def test_a_comparison_is_plain_json_and_read_back(native, plan, expected):
-    comparison, *outputs = compare_forwards(lambda: torch.tensor(native), lambda: (torch.tensor(plan),), lambda: None)
-    assert comparison[2:] == pytest.approx(expected)
+    comparison, *outputs = compare_forwards(lambda: torch.tensor(native), lambda: (torch.tensor(plan),), None)
+    assert comparison[-3:] == pytest.approx(expected)
     assert Comparison.from_json(json.loads(json.dumps(comparison._asdict(), allow_nan=False))) == comparison
     assert torch.equal(outputs[1][0].nan_to_num(), torch.tensor(plan).nan_to_num())
+
+
+GOOD = Comparison(2.0, 1.0, noise=0.0, relative_l2=0.0, cosine=1.0, psnr=None)._asdict()
 
 
 @pytest.mark.parametrize(
@@ -309,27 +314,141 @@ def test_a_comparison_is_plain_json_and_read_back(native, plan, expected):
     [
         None,
         {},
-        {"native_ms": 1.0, "plan_ms": None, "relative_l2": 0.0, "cosine": 1.0, "psnr": None},
-        {"native_ms": 1.0, "plan_ms": math.inf, "relative_l2": 0.0, "cosine": 1.0, "psnr": None},
-        {"native_ms": True, "plan_ms": 1.0, "relative_l2": 0.0, "cosine": 1.0, "psnr": None},
-        {"native_ms": 1.0, "plan_ms": 1.0, "relative_l2": "0", "cosine": 1.0, "psnr": None},
+        {name: value for name, value in GOOD.items() if name != "noise"},
+        {**GOOD, "more": 1.0},
+        *({**GOOD, name: None} for name in ("native_ms", "plan_ms", "noise")),
+        *({**GOOD, name: value} for name in GOOD for value in (math.inf, math.nan, True, "0")),
     ],
 )
 def test_what_is_no_comparison_is_none(value):
+    assert Comparison.from_json(GOOD) is not None
     assert Comparison.from_json(value) is None
 
 
-@pytest.mark.parametrize("factor", [0.0, math.nan])
-def test_a_model_whose_output_is_zero_or_nan_runs_and_reports(machine, factor):
+@pytest.mark.parametrize(
+    ("plan_ms", "noise", "faster"),
+    [(99.4, 0.0, True), (99.6, 0.0, False), (101.0, 0.0, False), (97.0, 0.04, False), (95.0, 0.04, True)],
+)
+def test_a_plan_is_faster_when_it_is_so_by_more_than_two_native_times_differ(plan_ms, noise, faster):
+    assert Comparison(**{**GOOD, "native_ms": 100.0, "plan_ms": plan_ms, "noise": noise}).faster is faster
+
+
+def test_noise_is_what_the_two_shortest_native_times_differ_by(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(comparing, "time", clock)
+
+    def taking(*milliseconds):
+        left = list(milliseconds)
+
+        def forward():
+            clock.device_ms += left.pop(0)
+            return torch.ones(2)
+
+        return forward
+
+    several = compare_forwards(taking(30, 20, 21, 40, 30), taking(*[1.0] * 5), None)[0]
+    assert (several.native_ms, several.noise) == (pytest.approx(20), pytest.approx(0.05))
+    once = compare_forwards(taking(500), taking(450), None)[0]
+    assert (once.native_ms, once.plan_ms, once.noise) == (pytest.approx(500), pytest.approx(450), 0.0)
+
+
+def test_a_model_whose_output_is_zero_runs_and_reports(machine):
     machine.add("exact", 1.0, exact=True)
     model = Sites()
-    comfy, _ = sampled(machine, lambda *given: [output * factor for output in model(*given)])
+    comfy, _ = sampled(machine, lambda *given: [output * 0.0 for output in model(*given)])
     snapshot = comfy.dispatcher.snapshot()
     assert json.loads(json.dumps(snapshot, allow_nan=False)) == snapshot
     (comparison,) = comfy.run()["comparisons"]
-    assert (comparison["relative_l2"] is None) is math.isnan(factor)
+    assert comparison["relative_l2"] == 0.0
     assert "Whole model call" in to_markdown(build_report(snapshot, "0.1.0", None, True))
     assert sampled(machine)[0].run()["comparison_calls"] == 0
+
+
+# -- what limits the forward
+
+
+class Asynchronous:
+    """A device behind a host: launches take the host's time, and whoever waits goes on when the later of both is."""
+
+    def __init__(self, clock):
+        self.clock = clock
+
+    def wait(self):
+        self.clock.host_ms = self.clock.device_ms = max(self.clock.host_ms, self.clock.device_ms)
+
+    def perf_counter(self):
+        return self.clock.host_ms / 1e3
+
+
+@pytest.fixture
+def asynchronous(machine, monkeypatch):
+    device = Asynchronous(machine.clock)
+    monkeypatch.setattr(comparing, "time", device)
+    monkeypatch.setattr(dispatcher, "waiter", lambda tensor: device.wait)
+    return machine
+
+
+def launching(machine, host_ms, device_ms=0.0):
+    """A model with launches of its own beside its attention calls."""
+    sites = Sites()
+
+    def model(attention, options):
+        machine.clock.host_ms += host_ms
+        machine.clock.device_ms += device_ms
+        return sites(attention, options)
+
+    return model
+
+
+@pytest.mark.parametrize(
+    ("native_ms", "around", "expected", "limits", "planned_again"),
+    [
+        # short calls are taken to be limited by the host
+        (0.3, (5.0, 0.0), NATIVE, [True], False),
+        (0.3, (0.1, 9.0), "saves device time", [False], True),
+        # longer ones by the device
+        (0.8, (0.1, 9.0), "saves device time", [False], False),
+        (0.8, (9.0, 0.0), NATIVE, [True], True),
+        # and of calls this long it is not asked; where the device has nothing to save, the comparison finds that out
+        (3.0, (0.1, 0.0), "saves device time", [], False),
+        (3.0, (20.0, 0.0), NATIVE, [], False),
+    ],
+)
+def test_what_limits_the_forward_is_measured_and_decides(
+    asynchronous, native_ms, around, expected, limits, planned_again
+):
+    asynchronous.native_ms, asynchronous.native_host_ms = native_ms, 0.03
+    asynchronous.add("saves device time", native_ms / 2, 0.09, exact=True)
+    steps = (1.0, 0.5, 0.0)
+    cold, first = sampled(asynchronous, launching(asynchronous, *around), steps=steps)
+    assert any("planned again" in event["text"] for event in cold.run()["events"]) is planned_again
+    found = cold.dispatcher.session.measurements.entries().get("limits", {}).values()
+    assert [entry["host_bound"] for entry in found] == limits
+    warm, second = sampled(asynchronous, launching(asynchronous, *around), steps=steps)
+    assert served(warm.run()) == {expected: 6}
+    assert warm.run()["comparison_calls"] == 0
+    assert same_bits(first, second)
+
+
+@pytest.mark.parametrize("obstructed", ["never compared", "another node", "no memory"])
+def test_where_native_cannot_be_run_as_well_the_length_of_the_calls_tells(asynchronous, obstructed):
+    asynchronous.native_ms, asynchronous.native_host_ms = 0.3, 0.03
+    asynchronous.add("saves device time", 0.15, 0.09, exact=True)
+    policy = {"compare_with_native": "never"} if obstructed == "never compared" else {}
+    model = launching(asynchronous, 0.1, 9.0)
+    comfy = asynchronous.comfy(None, **{"compare_with_native": "first time", **policy})
+
+    def forward(attention, options):
+        if obstructed == "no memory" and OVERRIDE not in options and comfy.run()["forwards"] == 1:
+            raise torch.OutOfMemoryError("out of memory")
+        return model(attention, options)
+
+    comfy.forward_once = forward
+    if obstructed == "another node":
+        comfy.options["wrappers"] = {"diffusion_model": {"easycache": [forward]}}
+    comfy.sample((1.0, 0.5, 0.0))
+    assert (comfy.run()["status"], served(comfy.run())) == ("finished", {NATIVE: 6})
+    assert comfy.dispatcher.session.measurements.entries().get("limits", {}) == {}
 
 
 # -- past us

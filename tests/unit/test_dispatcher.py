@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nested
 
 from sage_core import dispatcher as dispatcher_module
-from sage_core import planning
+from sage_core import planning, serving
 from sage_core.backends.base import Kernel
 from sage_core.failure import DeviceLost
 from sage_core.policy import NATIVE_ONLY
@@ -35,6 +35,7 @@ from tests.unit.conftest import (
     InterruptProcessingException,
     Machine,
     Native,
+    Sites,
     attention,
     codes,
     comfy_arguments,
@@ -1039,12 +1040,94 @@ def test_a_kernel_runs_with_the_device_of_query_current(monkeypatch, index, ente
     call = make_call()
     spec, _ = call.read("cpu")
     use = Use(fake_backend(kernel), Kernel(kernel), "NHD", False, None)
-    serve = planning._server(use, call._replace(query=call.query.as_subclass(OnCuda)), spec)
+    serve = serving.server(use, call._replace(query=call.query.as_subclass(OnCuda)), spec)
     output = serve(call.query, call.key, call.value, None)
     assert isinstance(output, Refusal) is fails
     assert during == [index]
     assert history == entered
     assert Device.current == 0
+
+
+# -- files that are missing, and outputs that do not fit
+
+
+class Flaky:
+    """A kernel that raises a file error at its calls of these numbers, its small example being 0."""
+
+    def __init__(self, *numbers):
+        self.numbers, self.made = numbers, -1
+
+    def __call__(self, *call):
+        self.made += 1
+        if self.made in self.numbers:
+            raise FileNotFoundError(2, "No such file or directory", "kernel.json")
+        return attention(*call)
+
+
+STEPS_4 = (1.0, 0.75, 0.5, 0.25, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "by_kernel", "retired"),
+    [
+        ((3,), {KERNEL: 7, "native": 1}, False),
+        ((3, 4), {KERNEL: 6, "native": 2}, False),
+        ((1, 2), {KERNEL: 6, "native": 2}, False),
+        ((2, 3, 5, 6, 8), {KERNEL: 3, "native": 5}, False),
+        ((2, 3, 4), {KERNEL: 1, "native": 7}, True),
+        ((0,), {KERNEL: 7, "native": 1}, False),
+        ((0, 1, 2), {"native": 8}, True),
+    ],
+)
+def test_a_file_error_costs_its_call_and_three_in_a_row_the_kernel(numbers, by_kernel, retired, caplog):
+    kernel = FakeKernel(Flaky(*numbers))
+    comfy = FakeComfy(make_dispatcher(fake_backend(kernel)))
+    outputs = comfy.sample(STEPS_4)
+    assert served(comfy.run()) == by_kernel
+    assert bool(comfy.dispatcher.session.snapshot()["retired"]) is retired
+    reasons = {(entry["code"], entry["calls"]) for entry in comfy.run()["refusals"]}
+    assert reasons == {("file_error", by_kernel["native"])}
+    native = plain_model()(Native(), {})
+    for output in (output for forward in outputs for output in forward):
+        torch.testing.assert_close(output, native[0], rtol=1e-4, atol=1e-5)
+    warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warned) == 1 + retired
+    assert len(kernel.calls) <= 1 + 8 + sum(number == 0 for number in numbers)
+
+
+def test_a_success_counts_for_its_device_and_kernel_only():
+    session = make_session(fake_backend(), fake_backend(name="other"))
+    error = Refusal(RefusalCode.FILE_ERROR, "gone")
+    for _ in range(2):
+        session.after_failure(KERNEL, torch.device("cpu"), error)
+    session.succeeded("other", torch.device("cpu"))
+    session.succeeded(KERNEL, torch.device("meta"))
+    assert session.generation == 0
+    session.after_failure(KERNEL, torch.device("cpu"), error)
+    assert [entry["kernel"] for entry in session.snapshot()["retired"]] == [KERNEL]
+    assert session.failing == {}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize(
+    "spoil", [lambda output: output[:, :100], lambda output: output.double(), lambda output: output.repeat(1, 2, 1, 1)]
+)
+def test_an_output_that_does_not_fit_the_call_is_found_at_the_first_one(spoil, exact):
+    """The small example is sound; the model's own size is not, and no site is checked."""
+
+    def function(query, key, value, layout, scale, mask):
+        output = attention(query, key, value, layout, scale, mask)
+        return spoil(output) if query.shape[1] == 512 else output
+
+    kernel = FakeKernel(function)
+    comfy = FakeComfy(make_dispatcher(fake_backend(kernel, exact=exact)), Sites())
+    (outputs,) = comfy.sample()
+    assert served(comfy.run()) == {"native": 3}
+    assert all(torch.equal(one, other) for one, other in zip(outputs, Sites().natively(), strict=True))
+    (refusal,) = comfy.run()["refusals"]
+    assert (refusal["code"], refusal["calls"]) == ("kernel_error", 3)
+    assert "for query" in refusal["detail"]
+    assert len(kernel.calls) == 1 + 1
 
 
 # -- torch.compile

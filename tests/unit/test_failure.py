@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
@@ -19,6 +21,35 @@ from sage_core.refusal import RefusalCode
 )
 def test_running_out_of_memory_is_not_held_against_the_kernel(error):
     assert explain(error, "k").code is RefusalCode.OUT_OF_MEMORY
+
+
+def raised_from(cause):
+    error = RuntimeError("cannot compile")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(2, "No such file or directory", "/cache/kernel.json"),
+        PermissionError(13, "Permission denied"),
+        OSError(28, "No space left on device"),
+        json.JSONDecodeError("Expecting value", "", 0),
+        raised_from(FileNotFoundError("gone")),
+        raised_from(raised_from(OSError("gone"))),
+    ],
+    ids=repr,
+)
+def test_a_file_error_says_little_about_the_kernel(error):
+    refusal = explain(error, "k")
+    assert refusal.code is RefusalCode.FILE_ERROR
+    assert refusal.detail.startswith(f"k raised {type(error).__name__}: ")
+
+
+@pytest.mark.parametrize("error", [raised_from(None), raised_from(ValueError("bad"))])
+def test_an_error_raised_from_another_kind_is_the_kernels(error):
+    assert explain(error, "k").code is RefusalCode.KERNEL_ERROR
 
 
 @pytest.mark.parametrize("error", [ValueError("bad"), AssertionError(), RuntimeError("no kernel image"), KeyError(3)])

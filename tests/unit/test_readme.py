@@ -20,9 +20,10 @@ from sage_core import (
     TOLERANCES,
     UNAVAILABLE_CHOICES,
     Dispatcher,
+    candidates,
     comparing,
-    planning,
     ranking,
+    session,
 )
 from sage_core.accuracy import sample_rows
 from sage_core.backends import STARTING_ORDER, Backend, Preference, comfy_kitchen, hub, sageattention, sageattn3
@@ -65,7 +66,7 @@ def quoted(text: str) -> list[str]:
 
 def test_numbers_of_the_promises_are_those_of_the_code() -> None:
     promises = " ".join(section("What it promises today").split())
-    side = math.isqrt(planning.MIN_SCORES)
+    side = math.isqrt(candidates.MIN_SCORES)
     rows = inspect.signature(sample_rows).parameters["count"].default
     for said in (
         f"takes {ranking.MARGIN * 100:g} % less than the best exact one",
@@ -73,6 +74,9 @@ def test_numbers_of_the_promises_are_those_of_the_code() -> None:
         f"fewer than {side} x {side} query times key tokens",
         f"2 to {2 * comparing.MAX_ROUNDS} model calls more",
         f"faster by {comparing.NOISE * 100:g} %",
+        f"less than {candidates.DEVICE_BOUND_MS:g} ms",
+        f"by {['no', 'one', 'two', 'three'][comparing.LIMIT_ROUNDS]} native model calls more",
+        f"unless it comes {['no', 'one', 'two', 'three'][session.FILE_ERRORS_IN_A_ROW]} times in a row",
         f"up to {rows} sampled query rows",
     ):
         assert said in promises

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from sage_core import planning, serving
 from sage_core.comparing import Comparison, lasting_obstacle, own_control
 from sage_core.dispatcher import Dispatcher
 from sage_core.outputs import all_finite
@@ -104,8 +105,6 @@ def test_running_out_of_memory_natively_while_comparing_costs_the_comparison_onl
 @pytest.mark.parametrize("failing", [1, 2])
 def test_running_out_of_memory_in_a_check_does_not_cost_the_run(failing, monkeypatch):
     """In the check before a kernel serves (1), and in one in the middle of a run (2)."""
-    from sage_core import planning
-
     checks = []
     site_norms = planning.site_norms
 
@@ -115,7 +114,8 @@ def test_running_out_of_memory_in_a_check_does_not_cost_the_run(failing, monkeyp
             raise torch.OutOfMemoryError("out of memory")
         return site_norms(*args, **kwargs)
 
-    monkeypatch.setattr(planning, "site_norms", short_of_memory)
+    for module in (planning, serving):
+        monkeypatch.setattr(module, "site_norms", short_of_memory)
     comfy = FakeComfy(make_dispatcher(fake_backend(), tolerance=0.1), plain_model(calls=1))
     for _ in range(3):
         comfy.sample((1.0, 0.0))
@@ -191,7 +191,8 @@ def test_two_sizes_of_one_model_are_compared_each_of_its_own():
 
 @pytest.mark.parametrize("value", [0, -1.0])
 def test_a_remembered_comparison_without_time_is_none(value):
-    good = {"native_ms": 2.0, "plan_ms": 1.0, "relative_l2": 0.1, "cosine": 1.0, "psnr": None}
+    times = {"native_ms": 2.0, "plan_ms": 1.0, "noise": 0.0}
+    good = {**times, "relative_l2": 0.1, "cosine": 1.0, "psnr": None}
     assert Comparison.from_json(good) == Comparison(**good)
     assert Comparison.from_json({**good, "plan_ms": value}) is None
 

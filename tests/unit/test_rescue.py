@@ -230,22 +230,33 @@ def test_a_model_that_returns_no_tensor_runs():
     ]
 
 
-@pytest.mark.parametrize("policy", [{"kernel": "exact"}, {"kernel": "native (observe only)"}, {"kernel": "a"}])
-def test_where_nothing_is_quantized_nothing_is_looked_at(policy, monkeypatch):
+@pytest.mark.parametrize(("kernel", "looks"), [("exact", 4), ("a", 4), ("native (observe only)", 0)])
+def test_only_where_native_serves_every_call_nothing_is_looked_at(kernel, looks, monkeypatch):
     looked = []
     isfinite = torch.isfinite
-    monkeypatch.setattr(torch, "isfinite", lambda tensor: looked.append(1) or isfinite(tensor))
     machine = Machine()
-    machine.add("exact", 5.0, exact=True, spoil=lambda *call: attention(*call) * math.nan, tolerance=NO_LIMITS)
+    machine.add("exact", 5.0, exact=True)
     machine.add("a", 1.0)
-    comfy = machine.comfy(**policy, tolerance=None)
+    comfy = machine.comfy(kernel=kernel, tolerance=None)
     comfy.dispatcher.prepare(torch.device("cpu"))
-    del looked[:]
+    comfy.sample()
+    monkeypatch.setattr(torch, "isfinite", lambda tensor: looked.append(1) or isfinite(tensor))
     comfy.sample(STEPS)
-    assert len(looked) == (3 * 4 if policy["kernel"] == "a" else 0)
+    assert len(looked) == 3 * looks
 
 
-NO_LIMITS = fake_backend().tolerance._replace(relative_l2=math.inf, cosine=-math.inf)
+@pytest.mark.parametrize("policy", [{"kernel": "exact"}, {"kernel": "auto"}])
+def test_an_exact_kernel_that_breaks_a_forward_leaves_its_site_too(policy):
+    model = Sites()
+    machine = Machine()
+    machine.add("exact", 1.0, exact=True, spoil=Sick(model, forward=2))
+    comfy = machine.comfy(model, **policy, compare_with_native="never")
+    outputs = comfy.sample(STEPS)
+    assert same_bits(outputs[2], model.natively())
+    assert all(output.isfinite().all() for forward in outputs for output in forward)
+    run = comfy.run()
+    assert (run["rescued_forwards"], kernels_of(run, 1)) == (1, {"exact": 3, NATIVE: 2})
+    assert kernels_of(run, 0) == {"exact": 4, NATIVE: 1}
 
 
 def test_calls_outside_a_forward_have_no_output_to_look_at():

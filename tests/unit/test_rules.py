@@ -101,7 +101,7 @@ def test_the_rules_read_the_files_they_are_about():
     assert {"dispatcher", "backends.hub", "backends.starting_order", "environment"} <= set(map(module_of, CORE))
     assert set(map(module_of, CORE)) >= WITHOUT_TORCH
     assert {"planning", "call", "backends.base"} <= targets(ROOT / "sage_core/dispatcher.py")
-    assert {"backends", "checking", "timing"} <= targets(ROOT / "sage_core/planning.py")
+    assert {"candidates", "checking", "serving"} <= targets(ROOT / "sage_core/planning.py")
     assert {"spec", "backends.base"} <= targets(ROOT / "sage_core/backends/hub.py")
 
 

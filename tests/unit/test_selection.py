@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from sage_core.backends.base import Kernel
-from sage_core.backends.starting_order import Preference
 from sage_core.policy import Policy
 from sage_core.refusal import Refusal, RefusalCode
 from sage_core.selection import Plan, Use, Verdict, select
@@ -33,10 +32,9 @@ class Asked:
 
 
 def choose(spec, *candidates, asked=None, **policy):
-    """(use, codes by kernel); a candidate is a backend, or one with its preference."""
+    """(use, codes by kernel)."""
     asked = asked or Asked()
-    pairs = [candidate if isinstance(candidate, tuple) else (candidate, None) for candidate in candidates]
-    use, verdicts = select(spec, pairs, Policy(**policy), asked.load, asked.trial)
+    use, verdicts = select(spec, candidates, Policy(**policy), asked.load, asked.trial)
     return use, {verdict.kernel: codes(verdict.refusals) for verdict in verdicts}
 
 
@@ -56,10 +54,10 @@ def test_without_a_candidate_nothing_is_used_and_nothing_is_said():
 
 def test_each_candidate_keeps_all_its_reasons():
     spec = make_spec(head_dim=256, qo_len=64, mask_kind=MaskKind.BOOL)
-    candidates = (named("a", archs=("sm90",), head_dims=(64,)), Preference("a", 4_000)), named("b", mask_kinds=())
-    use, verdicts = choose(spec, *candidates[:1])
+    limits = {"archs": ("sm90",), "head_dims": (64,), "mask_kinds": (MaskKind.NONE,)}
+    use, verdicts = choose(spec, named("a", **limits), named("b", mask_kinds=(MaskKind.ADDITIVE,)))
     assert use is None
-    assert verdicts == {"a": ["not_worthwhile", "arch", "head_dim"]}
+    assert verdicts == {"a": ["arch", "head_dim", "attn_mask"], "b": ["attn_mask"]}
     blocked = named("b", mask_kinds=(MaskKind.NONE,), max_offset=10, smooth_k=False)
     assert choose(spec, blocked, smooth_k="on")[1] == {"b": ["attn_mask", "smooth_k", "offset"]}
 
@@ -72,21 +70,6 @@ def test_a_kernel_is_loaded_only_when_its_declared_limits_take_the_call_and_trie
     assert use.backend.name == "good"
     assert asked.seen == [("load", "absent"), *((kind, name) for name in names[2:4] for kind in ("load", "trial"))]
     assert verdicts == {"small": ["head_dim"], "absent": ["build", "build"], "wrong": ["trial"], "good": []}
-
-
-@pytest.mark.parametrize(
-    ("preference", "fields", "reasons"),
-    [
-        (Preference("k"), {}, []),
-        (Preference("k", 128), {}, []),
-        (Preference("k", 129), {}, ["not_worthwhile"]),
-        (Preference("k", 0, (64, 128)), {}, []),
-        (Preference("k", 0, (128,)), {}, ["not_worthwhile"]),
-        (Preference("k", 129, (128,)), {}, ["not_worthwhile", "not_worthwhile"]),
-    ],
-)
-def test_a_preference_keeps_a_kernel_from_calls_that_it_does_not_pay_off_for(preference, fields, reasons):
-    assert choose(make_spec(**fields), (named("k"), preference))[1] == {"k": reasons}
 
 
 @pytest.mark.parametrize(
