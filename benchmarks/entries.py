@@ -47,13 +47,16 @@ def kernels_by_name(device: torch.device) -> tuple[str, ...]:
     if device.type == "cpu":
         return ("int8_reference",)
     core, session = comfyui.pack("sage_core"), comfyui.pack("nodes.patch_attention").SESSION
-    preferred = [preference.kernel for preference in session.order.get(session.environment.arch_of(device), ())]
+    arch = session.environment.arch_of(device)
+    preferred = [preference.kernel for preference in session.order.get(arch, ())]
     preferred = [name for name in preferred if not name.startswith("hub: ")]
-    refused = tuple  # a kernel that cannot be had is a tuple of refusals
+    kernel = comfyui.pack("sage_core.backends.base").Kernel
     loads = [
         backend.name
         for backend in core.BACKENDS
-        if backend.package == "sageattention" and not isinstance(session.load(backend, device, False), refused)
+        if backend.package == "sageattention"
+        and arch in (backend.support.archs or ())
+        and isinstance(session.load(backend, device, False), kernel)
     ]
     return tuple(dict.fromkeys([*preferred, *loads[:1]]))
 
