@@ -11,7 +11,6 @@ a GPU, a result is not repeatable, or an entry of the pack fails. See benchmarks
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import logging
 import sys
@@ -26,6 +25,7 @@ import torch
 from . import comfyui
 from .entries import AGAIN, AUTO, NATIVE, OBSERVE, Missing, entries, served
 from .lines import LINES, MAIN, Line, Sampling
+from .machine import Log, Machine
 from .markdown import markdown, table
 from .ratios import noise, ratio, verdicts
 
@@ -35,51 +35,6 @@ TINY_ROUNDS = 2
 BUDGET_S = 480.0
 TARGET_GPU = "H200"
 """The targets of the lines are for this GPU."""
-
-
-class Log(logging.Handler):
-    """Keeps the first warning and counts the rest: some functions fall back to others and only log it."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self._texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._texts.append(record.getMessage())
-
-    def take(self) -> str:
-        """What was logged since the last time, in one line."""
-        texts, self._texts = self._texts, []
-        return f"logged {len(texts)} warnings, first: {texts[0][:300]}" if texts else ""
-
-
-class Machine:
-    """The device that everything runs on, its clock and its memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.cuda = device.type == "cuda"
-        self.name = torch.cuda.get_device_name(device) if self.cuda else "CPU"
-
-    def wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
-
-    def run(self, function: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, float, int]:
-        """What the function gives, its seconds, and the most memory that was in use meanwhile (0 on a CPU)."""
-        self.wait()
-        if self.cuda:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        start = time.perf_counter()
-        result = function()
-        self.wait()
-        seconds = time.perf_counter() - start
-        return result, seconds, torch.cuda.max_memory_allocated(self.device) if self.cuda else 0
-
-    def clean(self) -> None:
-        gc.collect()
-        if self.cuda:
-            torch.cuda.empty_cache()
 
 
 class LineRun:

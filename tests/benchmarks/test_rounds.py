@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 
 import pytest
 import torch
 
 from benchmarks.lines import LINES
-from benchmarks.whole_models import LineRun, Log, Machine, broken, parse
+from benchmarks.machine import Log, Machine
+from benchmarks.whole_models import LineRun, broken, parse
 
 LATENT = torch.zeros(1)
 
@@ -106,8 +108,6 @@ def test_warnings_are_counted_and_the_first_is_kept():
 
 
 def log_record(text):
-    import logging
-
     return logging.LogRecord("any", logging.WARNING, "file", 1, text, None, None)
 
 
