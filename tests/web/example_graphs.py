@@ -85,7 +85,7 @@ def prompt(text: str, title: str) -> Node:
 
 def apply(model: str, title: str = "") -> Node:
     # as tall as it is drawn as a Vue node, so that one below it is not covered
-    return Node("ApplySageAttention", links={"model": (model, 0)}, title=title, size=(0, 360))
+    return Node("ApplySageAttention", links={"model": (model, 0)}, title=title, size=(0, 320))
 
 
 def report(model: str, after: str, title: str = "", height: int = 560) -> Node:

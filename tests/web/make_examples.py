@@ -7,32 +7,23 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import uuid
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any
 
-from example_graphs import EXAMPLES, GAP, Example
 from PIL import Image
-from playwright.sync_api import sync_playwright
+from playwright.sync_api import Page
 
 import dev
+from comfyui_page import command, opened
 from comfyui_server import Server
+from example_graphs import EXAMPLES, GAP, Example
 
 FOLDER = Path(__file__).resolve().parents[2] / "example_workflows"
-READY = "window.app?.extensionManager?.workflow?.activeWorkflow && window.app.rootGraph.nodes.length"
 THUMBNAIL = (400, 300)
-VIEW = {"width": 1600, "height": 1200}
-SHOWN = ("Attention", "Sampling", "What ran")
+SHOWN = ("Attention", "Sampling")
 """How the titles of the columns in the thumbnail start."""
-SETTINGS = {
-    "Comfy.TutorialCompleted": True,
-    "Comfy.VueNodes.Enabled": False,
-    "Comfy.Minimap.Visible": False,
-    "Comfy.Graph.CanvasInfo": False,
-}
 
 BUILD = """
 ([columns, gap, id]) => {
@@ -61,10 +52,10 @@ BUILD = """
     }
     if (column.title) {
       const group = new LiteGraph.LGraphGroup(column.title)
-      group.pos = [x - 20, top - 80]
-      group.size = [column.width + 40, y - top + 60]
+      group.pos = [x - 20, top - 90]
+      group.size = [column.width + 40, y - top + 70]
       group.color = column.color
-      group.font_size = 32
+      group.font_size = 40
       graph.add(group)
     }
     x += column.width + gap
@@ -88,16 +79,15 @@ FRAME = """
 }
 """
 SAVE = "async () => JSON.stringify((await app.graphToPrompt()).workflow)"
-FOCUS = "() => app.extensionManager.command.execute('Workspace.ToggleFocusMode')"
 ONLY_THE_GRAPH = "#graph-canvas-container > .z-999 *, .no-drag, .p-toast { visibility: hidden !important }"
 
 
-def make(page: Any, example: Example) -> None:
+def make(page: Page, example: Example) -> None:
     columns = [dataclasses.asdict(column) for column in example.columns]
     boxes = page.evaluate(BUILD, [columns, GAP, str(uuid.uuid5(uuid.NAMESPACE_URL, example.name))])
     shown = [column for column in example.columns if column.title.startswith(SHOWN)]
     _frame(page, [boxes[key] for column in shown for key in column.nodes])
-    picture = Image.open(BytesIO(page.screenshot(clip={"x": 0, "y": 0, **VIEW}))).convert("RGB")
+    picture = Image.open(BytesIO(page.screenshot())).convert("RGB")
     thumbnail = picture.resize(THUMBNAIL, Image.Resampling.LANCZOS)
     thumbnail.save(FOLDER / f"{example.name}.jpg", quality=85, optimize=True)
     _frame(page, list(boxes.values()))
@@ -106,28 +96,20 @@ def make(page: Any, example: Example) -> None:
     (FOLDER / f"{example.name}.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _frame(page: Any, boxes: Sequence[Sequence[float]]) -> None:
+def _frame(page: Page, boxes: Sequence[Sequence[float]]) -> None:
     left, top = min(box[0] for box in boxes), min(box[1] for box in boxes)
     right, bottom = max(box[0] + box[2] for box in boxes), max(box[1] + box[3] for box in boxes)
-    page.evaluate(FRAME, [left - 40, top - 100, right + 40, bottom + 60])
+    page.evaluate(FRAME, [left - 30, top - 100, right + 30, bottom + 60])
     page.wait_for_timeout(1500)
 
 
 def main() -> None:
     FOLDER.mkdir(exist_ok=True)
-    chromium = shutil.which("chromium") or shutil.which("google-chrome")
-    with Server(dev.comfyui_roots()[0]) as server, sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-        context = browser.new_context(viewport=VIEW)
-        context.request.post(f"{server.address}/settings", data=SETTINGS)
-        page = context.new_page()
-        page.goto(server.address)
-        page.wait_for_function(READY)
-        page.evaluate(FOCUS)
+    with Server(dev.comfyui_roots()[0]) as server, opened(server, Comfy__VueNodes__Enabled=False) as page:
+        command(page, "Workspace.ToggleFocusMode")
         page.add_style_tag(content=ONLY_THE_GRAPH)
         for example in EXAMPLES:
             make(page, example())
-        browser.close()
 
 
 if __name__ == "__main__":
