@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable
-from itertools import islice
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,13 +16,13 @@ import torch
 from torch.compiler import is_compiling
 
 from .backends.base import Backend, Kernel
-from .call import AttentionCall, CallKey, Native, decision_key
-from .checking import SiteAccuracy
-from .comparing import Comparison, compare_forwards, is_host_bound, lasting_obstacle, obstacle, own_control
+from .call import AttentionCall, Native, decision_key
+from .comparing import lasting_obstacle, obstacle, own_control
 from .device import RandomState, waiter
-from .failure import explain, naming
-from .outputs import all_finite, tensors_of
+from .forwards import Forward, Review, check_sites
+from .outputs import tensors_of
 from .planning import Planner, block_key
+from .plans import Place, Plans
 from .policy import AUTO, NATIVE_ONLY, Policy
 from .refusal import Refusal, RefusalCode
 from .selection import ANY_KERNEL, NATIVE, Plan, Verdict, select
@@ -38,41 +37,8 @@ OVERRIDE = "optimized_attention_override"
 """Where ComfyUI looks for an attention override among the transformer_options."""
 OWN_KEY = "sagescope"
 """The key of our wrappers and of the dispatcher among a model's attachments."""
-MAX_PLANS = 20_000
-"""Plans kept per model; a queue with ever new resolutions starts afresh beyond it."""
-
-Place = tuple[int, "Refusal | None"]
-"""Where in a forward a call is, and what keeps it native there."""
-
 HostContext = Callable[[], tuple["str | None", "str | None"]]
 """Asks ComfyUI for (prompt_id, node_id) of the node that is being executed."""
-
-
-class Forward:
-    """One call of the diffusion model on one thread: the plans of its calls so far, in order.
-
-    ``reason`` keeps all of it native. ``watch`` is told of every call, with the output of its kernel, before the
-    output goes back to the model: None for native, and where the plan is new and so has been checked just now. ``seen``
-    is what it gathers, on the device.
-    ``extra`` says that the forward is made for a comparison only, ``host_bound`` what was found to limit such forwards.
-    """
-
-    __slots__ = ("block", "block_number", "extra", "host_bound", "plans", "reason", "run", "seen", "watch")
-
-    def __init__(self, run: Run, reason: Refusal | None, extra: bool = False, host_bound: bool | None = None) -> None:
-        self.run = run
-        self.reason = reason
-        self.extra = extra
-        self.host_bound = host_bound
-        self.plans: list[Plan] = []
-        self.watch: Watch | None = None
-        self.seen: list[tuple[int, Plan, torch.Tensor]] = []
-        self.block: tuple[Any, ...] | None = None
-        self.block_number = -1
-
-
-Watch = Callable[[Forward, int, Plan, "tuple[Any, ...]", "torch.Tensor | None"], None]
-"""watch(forward, site, plan, (query, key, value, mask), output)."""
 
 
 class Dispatcher:
@@ -95,12 +61,9 @@ class Dispatcher:
         self._host_context = host_context
         self._skips_blocks = bool(policy.skip_blocks)
         self._planner = Planner(policy, session)
-        self._plans: dict[CallKey | None, dict[Place, Plan]] = {}
-        """By what is alike first: that many keys stay in the processor's cache, a key for each site would not."""
-        self._count = 0
-        self._banned: dict[tuple[CallKey, Place], tuple[Verdict, ...]] = {}
-        """Kernels that failed a check at a site."""
-        self._generation = session.generation
+        self._plans = Plans(session)
+        self._known = self._plans.known
+        self._review = Review(policy, session, self._plans)
         self._failing = session.failing
         self._threads = threading.local()
         self._run: Run | None = None
@@ -123,7 +86,7 @@ class Dispatcher:
         site = len(plans)
         reason = self._block_refusal(forward, kwargs) if self._skips_blocks else forward.reason
         try:
-            alike = self._plans.get(decision_key(*args, **kwargs))
+            alike = self._known.get(decision_key(*args, **kwargs))
         except TypeError:
             plan: Plan | None = UNREADABLE
         else:
@@ -159,7 +122,7 @@ class Dispatcher:
 
     def _attend_outside(self, func: Native, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``attend`` for a call that no forward stands around."""
-        self._forget_retired()
+        self._plans.forget_retired()
         run = self._current_run()
         forward = self._threads.forward = Forward(run, run.exact_from_now_on)
         try:
@@ -180,22 +143,15 @@ class Dispatcher:
             place[1],
             lambda: self._native(func, args, kwargs),
             describe_function(self.previous or func),
-            self._banned.get((key, place), ()),
+            self._plans.banned(key, place),
             forward.host_bound,
         )
         if plan.once is not None:
             if plan.once.code is RefusalCode.OUT_OF_MEMORY:
                 self._leave_to_native(forward, plan.once)
             return plan
-        if self._count >= MAX_PLANS:
-            self._forget_plans()
-        self._plans.setdefault(key, {})[place] = plan
-        self._count += 1
+        self._plans.keep(key, place, plan)
         return plan
-
-    def _forget_plans(self) -> None:
-        self._plans.clear()
-        self._count = 0
 
     def _block_refusal(self, forward: Forward, kwargs: dict[str, Any]) -> Refusal | None:
         """Why the call's forward or its block stays native; counts blocks as the forward reaches them."""
@@ -215,7 +171,7 @@ class Dispatcher:
             self._leave_to_native(forward, refusal)
         else:
             self.session.after_failure(plan.kernel, device, refusal)
-            self._forget_retired()
+            self._plans.forget_retired()
             forward.run.note(refusal.detail)
         return Plan(NATIVE, plan.spec, plan.block, (Verdict(plan.kernel, (refusal,)),), once=refusal)
 
@@ -224,27 +180,6 @@ class Dispatcher:
         forward.reason = forward.run.exact_from_now_on = refusal
         forward.run.note(refusal.detail)
         logger.info("SageScope: %s. The rest of this run uses native attention.", refusal.detail)
-
-    def _forget_retired(self) -> None:
-        """Drop the plans made before a kernel was retired, by this model or another: they may name it."""
-        generation = self.session.generation
-        if self._generation != generation:
-            self._generation = generation
-            self._forget_plans()
-
-    def _ban(self, plans: Iterable[Plan], refusal_of: Callable[[Plan], Refusal]) -> None:
-        """Keep each plan's kernel from its site; the next call there is planned without it."""
-        banned = set(plans)
-        if len(self._banned) >= MAX_PLANS:
-            self._banned.clear()
-        for key, alike in list(self._plans.items()):  # other threads go on planning
-            for place in [place for place, plan in list(alike.items()) if plan in banned]:
-                plan = alike.pop(place, None)
-                if plan is None:  # another thread was first
-                    continue
-                verdict = Verdict(plan.kernel, (refusal_of(plan),))
-                if key is not None:
-                    self._banned[key, place] = (*self._banned.get((key, place), ()), verdict)
 
     # -- one run, one forward
 
@@ -293,7 +228,7 @@ class Dispatcher:
         """What is known of a run before its first forward."""
         run.total_steps = max(len(sigmas) - 1, 0)
         if self._planner.finder.begin_run():
-            self._forget_plans()
+            self._plans.forget()
         run.obstacle = lasting_obstacle(
             getattr(patcher, "model_options", {}), getattr(patcher, "object_patches", {}).keys()
         )
@@ -307,7 +242,7 @@ class Dispatcher:
 
     def apply_model(self, executor: Any, x: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """The wrapper around the model call: a forward starts and ends."""
-        self._forget_retired()
+        self._plans.forget_retired()
         run = self._current_run()
         options = kwargs.get("transformer_options") or (args[3] if len(args) > 3 else None) or {}
         override = options.get(OVERRIDE)
@@ -318,7 +253,7 @@ class Dispatcher:
         named = [value for name, value in kwargs.items() if name != "transformer_options"]
         key = self._forward_key(executor, t.device, [x, *args[:3], *args[4:], *named], options)
         if reason is None and (self.policy.compare_with_native != "every run" or run.comparison_of(key) is not None):
-            reason = self._not_faster(key)
+            reason = self._review.not_faster(key)
         in_the_way = run.obstacle or obstacle(options, OWN_KEY)
         silent = run.silent_plans(key, reason) if in_the_way is None else None
         if silent is not None and override == self.attend:
@@ -345,26 +280,22 @@ class Dispatcher:
             random.restore_before_repeat()
             return self._run_without_override(executor, x, t, args, kwargs, options)
 
-        forward = Forward(run, reason, host_bound=self._host_bound(key))
+        forward = Forward(run, reason, host_bound=self._review.host_bound(key))
         if reason is None and run.takes_check():
-            forward.watch = _check
-        before = self._settled(run)
-        output = self._approve(forward, run_forward(forward), run_forward)
-        if in_the_way is None and (bound := self._find_limit(forward, key, run_bare, waiter(t))) is not None:
+            forward.watch = check_sites
+        before = self._review.settled(run)
+        output = self._review.approve(forward, run_forward(forward), run_forward)
+        if in_the_way is None and (bound := self._review.find_limit(forward, key, run_bare, waiter(t))) is not None:
             forward = Forward(run, reason, host_bound=bound)
-            output = self._approve(forward, run_forward(forward), run_forward)
+            output = self._review.approve(forward, run_forward(forward), run_forward)
         if all(plan.serve is None for plan in forward.plans):
             # without a call, or where another node may leave calls out, the next forward can be a different one
             lasting = all(plan.once is None for plan in forward.plans)
             if forward.plans and lasting and in_the_way is None:
                 run.silence(key, reason, forward.plans)
-        elif self._settled(run) == before and self._compares(run, key, in_the_way, output):
-            output = self._compare(forward, key, run_bare, run_forward, waiter(t), output)
+        elif self._review.settled(run) == before and self._review.compares(run, key, in_the_way, output):
+            output = self._review.compare(forward, key, run_bare, run_forward, waiter(t), output)
         return output
-
-    def _settled(self, run: Run) -> tuple[int, int, bool]:
-        """Changes when a site loses its kernel: a forward in which that happens is none to be timed."""
-        return run.rescued, len(self._banned), run.exact_from_now_on is None
 
     def _run_without_override(
         self, executor: Any, x: Any, t: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
@@ -388,148 +319,6 @@ class Dispatcher:
         native = "" if self.previous is None else f" over {describe_function(self.previous)}"
         chosen = f"{self.policy.plan_key()}{native} {sorted(options.get('patches') or ())}"
         return f"{self.session.device_name(device)}: {model} {sizes} {chosen}"
-
-    def _not_faster(self, key: str) -> Refusal | None:
-        """Why a forward is native as a whole: it was compared, and the plan did not pay off."""
-        if self.policy.kernel != AUTO:
-            return None
-        known = Comparison.from_json(self.session.measurements.get("forwards", key))
-        return None if known is None or known.faster else _slower(known)
-
-    def _compares(self, run: Run, key: str, in_the_way: str | None, output: Any) -> bool:
-        """Whether this forward is to be run natively as well; notes it where something is in the way."""
-        when = self.policy.compare_with_native
-        if when == "never" or not run.may_compare(key) or run.exact_from_now_on is not None:
-            return False
-        known = Comparison.from_json(self.session.measurements.get("forwards", key))
-        if when == "first time" and known is not None:
-            run.compared(key, known, remembered=True)
-            return False
-        if next(tensors_of(output), None) is None:
-            in_the_way = "the model returns no tensor"
-        if in_the_way is not None:
-            run.leave_uncompared(key, in_the_way)
-        return in_the_way is None
-
-    def _host_bound(self, key: str) -> bool | None:
-        """Whether the host limits such forwards; None before one was timed."""
-        known = (self.session.measurements.get("limits", key) or {}).get("host_bound")
-        return known if isinstance(known, bool) else None
-
-    def _find_limit(
-        self, forward: Forward, key: str, native: Callable[[], Any], wait: Callable[[], object] | None
-    ) -> bool | None:
-        """Find out, once, whether the host limits such forwards, where the choice of a kernel rests on it.
-
-        What was found, when the forward's plans were made for the other case; those are forgotten. None otherwise.
-        """
-        guessed = {plan.host_bound for plan in forward.plans} - {None}
-        if wait is None or not guessed or forward.host_bound is not None or self.policy.compare_with_native == "never":
-            return None
-        try:
-            bound = is_host_bound(native, wait)
-        except torch.OutOfMemoryError:  # native needs more than the plan: a guess has to do
-            return None
-        self.session.measurements.put("limits", key, {"host_bound": bound})
-        if guessed == {bound}:
-            return None
-        self._forget_plans()
-        forward.run.note(f"planned again: the {'host' if bound else 'device'} limits this model call")
-        return bound
-
-    def _compare(
-        self,
-        forward: Forward,
-        key: str,
-        native: Callable[[], Any],
-        run_forward: Callable[[Forward], Any],
-        wait: Callable[[], object] | None,
-        output: Any,
-    ) -> Any:
-        """Run the forward both ways, remember what came of it, and hand on the better one's output."""
-        run = forward.run
-
-        def plan() -> Any:
-            again = Forward(run, None, extra=True, host_bound=forward.host_bound)
-            return self._approve(again, run_forward(again), run_forward)
-
-        before = self._settled(run)
-        try:
-            comparison, native_output, plan_output = compare_forwards(native, plan, wait)
-        except torch.OutOfMemoryError as error:
-            run.leave_uncompared(key, explain(error, NATIVE).detail)
-            return output
-        if self._settled(run) != before:  # planning anew was timed as well
-            return plan_output
-        self.session.measurements.put("forwards", key, comparison._asdict())
-        run.compared(key, comparison, remembered=False)
-        if self.policy.kernel != AUTO or comparison.faster:
-            return plan_output
-        run.note(f"native from here on: {_slower(comparison).detail}")
-        return native_output
-
-    def _approve(self, forward: Forward, output: Any, run_forward: Callable[[Forward], Any]) -> Any:
-        """The forward's output, or that of another one where a kernel spoilt it.
-
-        Waits for the device, once, and only when a kernel served a call.
-        """
-        run = forward.run
-        while any(plan.serve is not None for plan in forward.plans):
-            with naming(_kernels(forward.plans)):
-                finite, accuracies = _read(output, forward.seen)
-            if not finite:
-                return self._rescue(forward, run_forward)
-            failed = self._drifted(forward, accuracies)
-            if not failed or run.obstacle is not None or run.step != run.first_check:
-                break
-            # the first check of a run comes before anything is handed on
-            forward = Forward(run, forward.reason, forward.extra, forward.host_bound)
-            forward.watch = _check
-            output = run_forward(forward)
-        return output
-
-    def _drifted(self, forward: Forward, accuracies: list[SiteAccuracy]) -> bool:
-        """Note what a check in the middle of a run found; move the sites out of tolerance off their kernels."""
-        tolerance = self.policy.tolerance
-        if tolerance is None:  # nothing was looked at
-            return False
-        failed: dict[Plan, SiteAccuracy] = {}
-        for (site, plan, _), accuracy in zip(forward.seen, accuracies, strict=True):
-            forward.run.record_accuracy(site, plan, accuracy)
-            if not accuracy.within(tolerance):
-                failed[plan] = accuracy
-                forward.run.note(f"site {site}: {accuracy.refusal(plan.kernel, tolerance).detail}")
-        if failed:
-            self._ban(failed, lambda plan: failed[plan].refusal(plan.kernel, tolerance))
-        return bool(failed)
-
-    def _rescue(self, broken: Forward, run_forward: Callable[[Forward], Any]) -> Any:
-        """The output of the same forward with exact attention; finds the sites that broke the first one."""
-        run = broken.run
-        detail = "a forward's output was not finite: it was run again with exact attention"
-        forward = Forward(run, Refusal(RefusalCode.NOT_FINITE, detail), broken.extra)
-        forward.watch = _suspect(broken.plans)
-        output = run_forward(forward)
-        run.rescued += 1
-        if not all_finite(output):
-            found = "the model itself produced NaN or Inf: native attention gives them too"
-            if run.obstacle is not None:
-                found = f"native attention gave NaN or Inf too, but the forward may not be repeatable: {run.obstacle}"
-            run.exact_from_now_on = Refusal(RefusalCode.NOT_FINITE, found)
-            run.note(found)
-            logger.warning("SageScope: step %d: %s. The rest of this run is native.", run.step, found)
-            return output
-        finite = [bool(flag) for _, _, flag in forward.seen]
-        guilty = {plan for (_, plan, _), ok in zip(forward.seen, finite, strict=True) if not ok}
-        # none found: the error grew behind attention, so none of them is above suspicion
-        guilty = guilty or {plan for plan in broken.plans if plan.serve is not None}
-        self._ban(
-            guilty, lambda plan: Refusal(RefusalCode.NOT_FINITE, f"{plan.kernel} made NaN or Inf out of this site")
-        )
-        kernels = _kernels(guilty)
-        run.note(f"{detail}; {kernels} left {len(guilty)} sites")
-        logger.warning("SageScope: step %d: %s; %s left %d sites.", run.step, detail, kernels, len(guilty))
-        return output
 
     def _whole_forward_refusal(self, run: Run, t: torch.Tensor) -> Refusal | None:
         if run.exact_from_now_on is not None:
@@ -593,45 +382,9 @@ class Dispatcher:
         }
 
 
-def _check(forward: Forward, site: int, plan: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:
-    """The watch of a forward whose quantized sites are checked again."""
-    if plan.look is None or output is None:
-        return
-    try:
-        forward.seen.append((site, plan, plan.look(*tensors, output)))
-    except Exception as error:  # a check that memory is too short for must not cost the run
-        forward.run.note_once(f"a check was left out: {explain(error, 'the check').detail}")
-
-
-def _suspect(plans: list[Plan]) -> Watch:
-    """The watch of a forward that is run again natively: ``plans`` served the calls of the broken one."""
-
-    def watch(forward: Forward, site: int, _: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:
-        plan = plans[site] if site < len(plans) else None
-        if plan is None or plan.serve is None:
-            return
-        again = plan.serve(*tensors)
-        if isinstance(again, torch.Tensor):
-            forward.seen.append((site, plan, torch.isfinite(again).all()))
-
-    return watch
-
-
-def _read(output: Any, seen: list[tuple[int, Plan, torch.Tensor]]) -> tuple[bool, list[SiteAccuracy]]:
-    """Whether the output is finite, and the errors of the checked sites, in one wait for the device."""
-    parts = [all_finite(output).float().reshape(1), *(norms for _, _, norms in seen)]
-    numbers = iter(torch.cat([part.to(parts[0].device) for part in parts]).tolist())
-    finite, *by_site = [list(islice(numbers, len(part))) for part in parts]
-    return finite == [1.0], [SiteAccuracy.from_norms(norms) for norms in by_site]
-
-
 def _own(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments after x and t for one forward: c_concat, c_crossattn, control, ... with a control of its own."""
     return tuple(own_control(argument) if position == 2 else argument for position, argument in enumerate(args))
-
-
-def _kernels(plans: Iterable[Plan]) -> str:
-    return ", ".join(sorted({plan.kernel for plan in plans if plan.serve is not None}))
 
 
 def _describe_model(model: Any) -> str:
@@ -640,11 +393,6 @@ def _describe_model(model: Any) -> str:
     dtypes = sorted({str(weight.dtype) for weight in weights})
     kind = f"{type(model).__module__}.{type(model).__qualname__}"
     return f"{kind} {sum(weight.numel() for weight in weights)} {dtypes}"
-
-
-def _slower(comparison: Comparison) -> Refusal:
-    with_kernels, natively = f"{comparison.plan_ms:.4g} ms with kernels", f"{comparison.native_ms:.4g} ms natively"
-    return Refusal(RefusalCode.NOT_WORTHWHILE, f"the whole model call took {with_kernels} and {natively}")
 
 
 def _native_plan(code: RefusalCode, detail: str) -> Plan:

