@@ -19,7 +19,7 @@ def import_package(name: str, install: str) -> ModuleType | Refusal:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        if error.name == name:
+        if f"{name}.".startswith(f"{error.name}."):  # itself or a package that it lies in
             return Refusal(RefusalCode.NOT_INSTALLED, f"{name} is not installed; {install}")
         return Refusal(RefusalCode.BUILD, f"{name} cannot be imported: {error}")
     except (Exception, SystemExit) as error:  # code of others runs here, and a broken build raises whatever it likes
@@ -67,6 +67,11 @@ def refuse_parameters(function: Callable[..., Any], title: str, passed: Iterable
         detail = f"{title} needs {', '.join(unknown)}, which this pack does not know"
         return Refusal(RefusalCode.FUNCTION_MISSING, detail)
     return None
+
+
+def output_of(result: Any) -> Any:
+    """The attention output in what a flash-attn function returned: it alone, or before the logsumexp in a tuple."""
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:

@@ -65,7 +65,6 @@ COMFY_KITCHEN_INT8 = Backend(
         max_head_dim=MAX_HEAD_DIM,
         tensor_layouts=("HND", "NHD"),
         mask_kinds=EVERY_MASK,
-        enable_gqa=True,
     ),
     tolerance=INT8,
     load=_load,

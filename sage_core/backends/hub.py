@@ -22,9 +22,9 @@ from typing import Any
 from ..environment import Environment
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec
-from ..support import Support
+from ..support import MAX_GRID, Support, head_dim_multiples
 from .base import Backend, Kernel, Tolerance
-from .binding import declared, describe, find_function, import_package, refuse_parameters
+from .binding import declared, describe, find_function, import_package, output_of, refuse_parameters
 
 INSTALL = "pip install -U kernels"
 KEYWORDS = {"tensor_layout": ("tensor_layout", "layout"), "sm_scale": ("sm_scale", "softmax_scale", "scale")}
@@ -194,11 +194,13 @@ def _call(
             options[layout] = written[tensor_layout]
         if scale in passed:
             options[scale] = sm_scale
-        return function(query, key.clone() if changes_key else key, value, **options)
+        return output_of(function(query, key.clone() if changes_key else key, value, **options))
 
     return kernel
 
 
+EXACT = Tolerance(relative_l2=0.01, cosine=0.9999)
+"""The authors' tests allow twice the largest error of plain attention in the same dtype, which has 0.002 in bf16."""
 INT8_FP8 = Tolerance(relative_l2=0.06, cosine=0.998)
 """0.038 measured for int8 QK with fp8 PV; the AMD kernel's authors report a cosine of 0.9993."""
 FP4 = Tolerance(relative_l2=0.2, cosine=0.98)
@@ -229,6 +231,24 @@ AITER_SAGE_ATTENTION = HubKernel(
     functions={"": ("sageattn", "sage_attention", "sage_attn", "sage_attn_func")},
     like="sage",
 )
+FLASH_ATTN_2 = HubKernel(
+    repo="kernels-community/flash-attn2",
+    version=3,
+    functions={"": ("flash_attn_func",)},
+    required=("sm_scale",),
+    enable_gqa=True,
+)
+"""Its build.toml compiles for capabilities 8.0, 9.0, 10.0 and 12.0, which other GPUs of the same generation run."""
+FLASH_ATTN_3 = HubKernel(
+    repo="kernels-community/flash-attn3",
+    version=1,
+    functions={"": ("flash_attn_func",)},
+    required=("sm_scale",),
+    enable_gqa=True,
+)
+"""Its build.toml compiles for capabilities 8.0 and 9.0a; upstream's README asks for the latter."""
+FLASH_ATTN_2_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
+FLASH_ATTN_3_MAX_HEAD_DIM = {"sm90": 256}
 
 GFX1201_HEAD_DIM = 128
 """The kernel takes bf16 query, key and value of equal shape with this head_dim, unmasked and not causal."""
@@ -244,7 +264,7 @@ def _equal_shapes(spec: AttentionSpec) -> Refusal | None:
 
 HUB_SAGE_ATTENTION = Backend(
     name="hub: sage-attention",
-    support=Support(archs=tuple(SAGE_ATTENTION.functions), max_head_dim=128, enable_gqa=True, smooth_k=True),
+    support=Support(archs=tuple(SAGE_ATTENTION.functions), max_head_dim=128, smooth_k=True),
     tolerance=INT8_FP8,
     load=_load(SAGE_ATTENTION),
     package="kernels",
@@ -270,4 +290,27 @@ HUB_AITER = Backend(
     tolerance=INT8_FP8,
     load=_load(AITER_SAGE_ATTENTION),
     package="kernels",
+)
+HUB_FLASH_ATTN_2 = Backend(
+    name="hub: flash-attn2",
+    support=Support(
+        archs=FLASH_ATTN_2_ARCHS, max_head_dim=256, tensor_layouts=("NHD",), max_batch_size=MAX_GRID, max_offset=None
+    ),
+    tolerance=EXACT,
+    load=_load(FLASH_ATTN_2),
+    package="kernels",
+    exact=True,
+)
+HUB_FLASH_ATTN_3 = Backend(
+    name="hub: flash-attn3",
+    support=Support(
+        archs=tuple(FLASH_ATTN_3_MAX_HEAD_DIM),
+        tensor_layouts=("NHD",),
+        max_offset=None,
+        rules=(head_dim_multiples("hub: flash-attn3", FLASH_ATTN_3_MAX_HEAD_DIM),),
+    ),
+    tolerance=EXACT,
+    load=_load(FLASH_ATTN_3),
+    package="kernels",
+    exact=True,
 )

@@ -156,7 +156,6 @@ INT8_REFERENCE = Backend(
         archs=None,
         dtypes=("float32", *HALF_DTYPES),
         mask_kinds=EVERY_MASK,
-        enable_gqa=True,
         smooth_k=True,
         max_offset=None,
     ),

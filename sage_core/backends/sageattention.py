@@ -157,21 +157,21 @@ def _full_key_tiles(spec: AttentionSpec) -> Refusal | None:
 
 SAGEATTN_FP8_SM90 = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda_sm90",
-    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, enable_gqa=True, smooth_k=True),
+    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
     tolerance=INT8_FP8,
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda_sm90", "sm90", _sm90_arguments),
     package=PACKAGE,
 )
 SAGEATTN_FP8 = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda",
-    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, enable_gqa=True, smooth_k=True),
+    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
     tolerance=INT8_FP8,
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda", "sm89", _fp8_arguments),
     package=PACKAGE,
 )
 SAGEATTN_FP16 = Backend(
     name="sageattn_qk_int8_pv_fp16_cuda",
-    support=Support(archs=FP16_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, enable_gqa=True, smooth_k=True),
+    support=Support(archs=FP16_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
     tolerance=INT8_FP16,
     load=_load_2("sageattn_qk_int8_pv_fp16_cuda", "sm80", _fp16_arguments),
     package=PACKAGE,
@@ -183,7 +183,6 @@ SAGEATTN_FP16_TRITON = Backend(
         max_head_dim=MAX_HEAD_DIM,
         # An additive mask is added to scores that are already times log2(e), and so counts for less than it should.
         mask_kinds=(MaskKind.NONE, MaskKind.BOOL),
-        enable_gqa=True,
         smooth_k=True,
     ),
     tolerance=INT8_FP16,
@@ -195,7 +194,6 @@ SAGEATTN_1 = Backend(
     support=Support(
         archs=TRITON_ARCHS,
         head_dims=SAGEATTN_1_HEAD_DIMS,
-        enable_gqa=True,
         smooth_k=True,
         rules=(_full_key_tiles,),
     ),

@@ -12,30 +12,37 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..environment import Environment
 from ..refusal import Refusal, RefusalCode
-from ..spec import AttentionSpec
-from ..support import HALF_DTYPES, Support
+from ..spec import AttentionSpec, MaskKind
+from ..support import EVERY_MASK, HALF_DTYPES, MAX_GRID, Support, head_dim_multiples
 from .base import Backend, Kernel, Tolerance
 
 CUDA_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
-"""sdp_utils.cpp lets both implementations run from sm80 to sm121."""
-MAX_HEAD_DIM = {"sdpa: flash": 256, "sdpa: cudnn": 128}
-"""Flash raises above 256 ("at most 256"); cuDNN's limit before Hopper is 128."""
-MAX_HEAD_DIM_SM90 = {"sdpa: flash": 256, "sdpa: cudnn": 256}
-"""Measured on an H200 with torch 2.11 and cuDNN 9.19."""
-HEAD_DIM_MULTIPLE = 8
-"""Both operators refuse other head_dims on a GPU: "must be a multiple of 8"."""
+"""sdp_utils.cpp lets all three implementations run from sm80 to sm121."""
+EFFICIENT_ARCHS = ("sm75", *CUDA_ARCHS)
+"""sdp_utils.cpp lets this one run from sm50 on; sm75 is the oldest that torch is still built for with CUDA 13."""
+CUDNN_MAX_HEAD_DIM = {**dict.fromkeys(CUDA_ARCHS, 128), "sm90": 256}
+"""The limit in sdp_utils.cpp; 256 on sm90 was measured on an H200 with torch 2.11 and cuDNN 9.19."""
+FLASH_MAX_HEAD_DIM = dict.fromkeys(CUDA_ARCHS, 256)
+"""Flash raises above: "at most 256"."""
+EFFICIENT_HEAD_DIM_MULTIPLE = {"float32": 4}
+"""minimum_gemm_alignment() in sdp_utils.cpp: 16 bytes of head_dim, which is a multiple of 8 for other dtypes."""
 MAX_OFFSET = None
-"""Both count in 64 bits: right on views that reach past 2**31 elements, measured on an H200 with torch 2.11."""
+"""cuDNN and flash count in 64 bits: right on views that reach past 2**31 elements, measured on an H200 with torch 2.11.
+The efficient implementation multiplies a head's number and its stride in 32 bits, so it keeps the usual limit."""
 EXACT = Tolerance(relative_l2=0.01, cosine=0.9999)
 """0.002 measured in bf16."""
 
 CUDNN_SCHEMA = "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale"
 FLASH_SCHEMA = "query key value dropout_p is_causal return_debug_mask scale"
 FLASH_CPU_SCHEMA = "query key value dropout_p is_causal attn_mask scale"
+EFFICIENT_SCHEMA = "query key value attn_bias compute_log_sumexp dropout_p is_causal scale"
 """The arguments that the direct calls below rely on; under another schema the public function is called instead."""
 
-Attention = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-"""attention(query, key, value, scale) on (batch, heads, seq, head_dim); its output has query's strides."""
+Attention = Callable[[Tensor, Tensor, Tensor, float, "Tensor | None"], Tensor]
+"""attention(query, key, value, scale, attn_mask) on (batch, heads, seq, head_dim)."""
+
+GROUPED, MASKED = frozenset({"enable_gqa"}), frozenset({"attn_mask"})
+"""What the kernels honour beyond query, key, value and scale."""
 
 
 def _load_cudnn(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
@@ -43,8 +50,8 @@ def _load_cudnn(environment: Environment, arch: str, allow_download: bool) -> Ke
         return (Refusal(RefusalCode.BUILD, f"this torch {torch.__version__} was built without cuDNN"),)
     operator = _operator("_scaled_dot_product_cudnn_attention", CUDNN_SCHEMA)
     if operator is None:
-        return _kernel(_pinned(SDPBackend.CUDNN_ATTENTION))
-    return _kernel(lambda query, key, value, scale: operator(query, key, value, None, False, scale=scale)[0])
+        return _kernel(_pinned(SDPBackend.CUDNN_ATTENTION), GROUPED)
+    return _kernel(lambda q, k, v, scale, _: operator(q, k, v, None, False, scale=scale)[0], GROUPED)
 
 
 def _load_flash(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
@@ -54,8 +61,21 @@ def _load_flash(environment: Environment, arch: str, allow_download: bool) -> Ke
     name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if on_cpu else "")
     operator = _operator(name, FLASH_CPU_SCHEMA if on_cpu else FLASH_SCHEMA)
     if operator is None:
-        return _kernel(_pinned(SDPBackend.FLASH_ATTENTION))
-    return _kernel(lambda query, key, value, scale: operator(query, key, value, scale=scale)[0])
+        return _kernel(_pinned(SDPBackend.FLASH_ATTENTION), GROUPED)
+    return _kernel(lambda q, k, v, scale, _: operator(q, k, v, scale=scale)[0], GROUPED)
+
+
+def _load_efficient(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
+    pinned = _pinned(SDPBackend.EFFICIENT_ATTENTION)
+    operator = _operator("_scaled_dot_product_efficient_attention", EFFICIENT_SCHEMA)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, attn_mask: Tensor | None) -> Tensor:
+        if attn_mask is not None:  # the operator wants it expanded, padded and in query's dtype, which SDPA does
+            return pinned(query, key, value, scale, attn_mask)
+        output: Tensor = operator(query, key, value, None, False, scale=scale)[0]
+        return output
+
+    return _kernel(pinned if operator is None else attention, MASKED)
 
 
 def _operator(name: str, schema: str) -> Any:
@@ -67,44 +87,74 @@ def _operator(name: str, schema: str) -> Any:
 
 
 def _pinned(backend: SDPBackend) -> Attention:
-    def attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attention(query: Tensor, key: Tensor, value: Tensor, scale: float, attn_mask: Tensor | None) -> Tensor:
+        grouped = query.shape[1] != key.shape[1]
         with sdpa_kernel(backend):
-            return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
+            return scaled_dot_product_attention(query, key, value, attn_mask, scale=scale, enable_gqa=grouped)
 
     return attention
 
 
-def _kernel(attention: Attention) -> Kernel:
-    """``attention`` for both layouts; from NHD the views keep query's memory order and so does the output."""
+def _kernel(attention: Attention, options: frozenset[str]) -> Kernel:
+    """``attention`` for both layouts; from NHD the views keep query's memory order."""
 
-    def kernel(query: Tensor, key: Tensor, value: Tensor, *, tensor_layout: str, sm_scale: float) -> Tensor:
+    def kernel(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        tensor_layout: str,
+        sm_scale: float,
+        attn_mask: Tensor | None = None,
+    ) -> Tensor:
         if tensor_layout == "HND":
-            return attention(query, key, value, sm_scale)
-        return attention(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), sm_scale).transpose(1, 2)
+            return attention(query, key, value, sm_scale, attn_mask)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return attention(query, key, value, sm_scale, attn_mask).transpose(1, 2)
 
-    return Kernel(kernel, frozenset({"enable_gqa"}))
+    return Kernel(kernel, options)
 
 
-def _gpu_limits(name: str) -> Callable[[AttentionSpec], Refusal | None]:
-    """A rule for what only holds on a GPU: PyTorch's CPU operator takes any head_dim, and fp32."""
+def _half_on_a_gpu(spec: AttentionSpec) -> Refusal | None:
+    """PyTorch's flash operator for the CPU takes fp32 as well."""
+    if spec.arch == "cpu" or spec.dtype != "float32":
+        return None
+    detail = "dtype is float32; sdpa: flash takes float16 or bfloat16 on a GPU"
+    return Refusal(RefusalCode.DTYPE, detail)
 
-    def rule(spec: AttentionSpec) -> Refusal | None:
-        if spec.arch == "cpu":
-            return None
-        if spec.dtype == "float32":
-            return Refusal(RefusalCode.DTYPE, f"dtype is float32; {name} takes float16 or bfloat16 on a GPU")
-        limit = (MAX_HEAD_DIM_SM90 if spec.arch == "sm90" else MAX_HEAD_DIM)[name]
-        if spec.head_dim <= limit and spec.head_dim % HEAD_DIM_MULTIPLE == 0:
-            return None
-        detail = f"head_dim is {spec.head_dim}; {name} takes multiples of {HEAD_DIM_MULTIPLE} up to {limit}"
-        return Refusal(RefusalCode.HEAD_DIM, detail)
 
-    return rule
+def _efficient_head_dim(spec: AttentionSpec) -> Refusal | None:
+    multiple = EFFICIENT_HEAD_DIM_MULTIPLE.get(spec.dtype, 8)
+    if spec.head_dim % multiple == 0:
+        return None
+    detail = f"head_dim is {spec.head_dim}; sdpa: efficient takes multiples of {multiple} in {spec.dtype}"
+    return Refusal(RefusalCode.HEAD_DIM, detail)
+
+
+def _efficient_dtype(spec: AttentionSpec) -> Refusal | None:
+    """Below sm80 there is no bf16."""
+    if spec.arch != "sm75" or spec.dtype != "bfloat16":
+        return None
+    detail = "dtype is bfloat16; sdpa: efficient takes float16 or float32 on sm75"
+    return Refusal(RefusalCode.DTYPE, detail)
+
+
+def _efficient_mask(spec: AttentionSpec) -> Refusal | None:
+    """An additive mask of another dtype raises, as the kernel reads it in query's."""
+    if spec.mask_kind is not MaskKind.ADDITIVE or spec.mask_dtype == spec.dtype:
+        return None
+    detail = f"attn_mask is {spec.mask_dtype}; sdpa: efficient takes bool or {spec.dtype}, the dtype of query"
+    return Refusal(RefusalCode.ATTN_MASK, detail)
 
 
 SDPA_CUDNN = Backend(
     name="sdpa: cudnn",
-    support=Support(archs=CUDA_ARCHS, enable_gqa=True, max_offset=MAX_OFFSET, rules=(_gpu_limits("sdpa: cudnn"),)),
+    support=Support(
+        archs=CUDA_ARCHS,
+        max_batch_size=MAX_GRID,
+        max_offset=MAX_OFFSET,
+        rules=(head_dim_multiples("sdpa: cudnn", CUDNN_MAX_HEAD_DIM),),
+    ),
     tolerance=EXACT,
     load=_load_cudnn,
     exact=True,
@@ -114,11 +164,24 @@ SDPA_FLASH = Backend(
     support=Support(
         archs=(*CUDA_ARCHS, "cpu"),
         dtypes=(*HALF_DTYPES, "float32"),
-        enable_gqa=True,
+        max_batch_size=MAX_GRID,
         max_offset=MAX_OFFSET,
-        rules=(_gpu_limits("sdpa: flash"),),
+        rules=(_half_on_a_gpu, head_dim_multiples("sdpa: flash", FLASH_MAX_HEAD_DIM)),
     ),
     tolerance=EXACT,
     load=_load_flash,
+    exact=True,
+)
+SDPA_EFFICIENT = Backend(
+    name="sdpa: efficient",
+    support=Support(
+        archs=EFFICIENT_ARCHS,
+        dtypes=(*HALF_DTYPES, "float32"),
+        mask_kinds=EVERY_MASK,
+        max_batch_size=MAX_GRID,
+        rules=(_efficient_dtype, _efficient_head_dim, _efficient_mask),
+    ),
+    tolerance=EXACT,
+    load=_load_efficient,
     exact=True,
 )

@@ -22,8 +22,14 @@ PACKAGE_KERNELS = [
     "hub: sage-blackwell",
     "hub: aiter-sage-attention (gfx1201)",
     "sdpa: cudnn",
+    "sdpa: efficient",
+    "flash_attn 2",
+    "flash_attn 3",
+    "flash_attn 4",
+    "hub: flash-attn2",
+    "hub: flash-attn3",
 ]
-KERNELS = ["auto", NATIVE, *PACKAGE_KERNELS, "sdpa: flash", "int8_reference"]
+KERNELS = ["auto", NATIVE, *PACKAGE_KERNELS[:11], "sdpa: flash", *PACKAGE_KERNELS[11:], "int8_reference"]
 """Saved workflows hold these names: none is ever renamed, and new ones may only be added."""
 PERCENT = {"min": 0.0, "max": 1.0, "step": 0.001}
 

@@ -6,6 +6,9 @@ Tests import from here by name: ``from tests.unit.conftest import make_call``.
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,38 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, dict[str, str] | None], None]]:
+    """install(name, {file: source}): a package that imports find before any real one; None makes it absent."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install_package(name: str, files: dict[str, str] | None) -> None:
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            monkeypatch.delitem(sys.modules, module)
+        if files is None:
+            monkeypatch.setitem(sys.modules, name, None)
+            return
+        for file, source in files.items():
+            path = tmp_path / name / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(source), encoding="utf-8")
+        importlib.invalidate_caches()
+        names.append(name)
+
+    names: list[str] = []
+    yield install_package
+    for name in names:
+        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+            del sys.modules[module]
+
+
+def only_refusal(loaded: Kernel | tuple[Refusal, ...]) -> Refusal:
+    """The one reason why a kernel could not be loaded."""
+    assert not isinstance(loaded, Kernel), loaded
+    (refusal,) = loaded
+    return refusal
 
 
 # -- calls

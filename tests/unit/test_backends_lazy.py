@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 CORE = Path(__file__).parents[2] / "sage_core"
-OPTIONAL = ["triton", "sageattention", "sageattn3", "comfy_kitchen", "kernels", "huggingface_hub", "flash_attn"]
+OPTIONAL = ["triton", "sageattention", "sageattn3", "comfy_kitchen", "kernels", "huggingface_hub"]
+OPTIONAL += ["flash_attn", "flash_attn_interface", "flash_attn_config"]
 
 SCRIPT = f"""
 import json, sys, types

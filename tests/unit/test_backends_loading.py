@@ -5,9 +5,7 @@ Each package here is written to a folder of its own and imported like any other;
 
 from __future__ import annotations
 
-import importlib
 import sys
-import textwrap
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from sage_core.backends import BACKENDS
 from sage_core.backends.base import Kernel
 from sage_core.environment import Environment
 from sage_core.refusal import RefusalCode
+from tests.unit.conftest import only_refusal
 
 BY_NAME = {backend.name: backend for backend in BACKENDS}
 SM90, FP8, FP16, TRITON = (
@@ -29,40 +28,8 @@ ARCH = {SM90: "sm90", FP8: "sm89", FP16: "sm80", TRITON: "sm86", SAGE1: "sm86"}
 CUDA_12_8 = Environment(cuda="12.8", packages={})
 
 
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """install(name, {file: source}): a package that imports find before any real one; None makes it absent."""
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def install_package(name: str, files: dict[str, str] | None) -> None:
-        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
-            monkeypatch.delitem(sys.modules, module)
-        if files is None:
-            monkeypatch.setitem(sys.modules, name, None)
-            return
-        folder = tmp_path / name
-        folder.mkdir()
-        for file, source in files.items():
-            (folder / file).write_text(textwrap.dedent(source), encoding="utf-8")
-        importlib.invalidate_caches()
-        names.append(name)
-
-    names: list[str] = []
-    yield install_package
-    for name in names:
-        for module in [module for module in sys.modules if module.partition(".")[0] == name]:
-            del sys.modules[module]
-
-
 def load(name: str, arch: str | None = None, environment: Environment = CUDA_12_8):
     return BY_NAME[name].load(environment, arch or ARCH[name], False)
-
-
-def only_refusal(result):
-    assert isinstance(result, tuple), result
-    assert not isinstance(result, Kernel), result
-    (refusal,) = result
-    return refusal
 
 
 SAGE_2 = """

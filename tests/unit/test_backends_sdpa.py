@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from sage_core.backends import sdpa
 from sage_core.backends.base import Kernel
 from sage_core.environment import Environment
 from sage_core.refusal import RefusalCode
+from tests.unit.fp64 import exact
 
 FLASH = sdpa.SDPA_FLASH.load(Environment(), "cpu", False)
 
@@ -67,7 +69,7 @@ def test_output_from_nhd_flattens_without_a_copy():
 def test_the_direct_call_gives_the_bits_of_the_pinned_public_function():
     query, key, value, _ = example("HND", dtype=torch.bfloat16)
     direct = FLASH.function(query, key, value, tensor_layout="HND", sm_scale=0.3)
-    pinned = sdpa._pinned(sdpa.SDPBackend.FLASH_ATTENTION)(query, key, value, 0.3)
+    pinned = sdpa._pinned(sdpa.SDPBackend.FLASH_ATTENTION)(query, key, value, 0.3, None)
     assert torch.equal(direct, pinned)
 
 
@@ -86,6 +88,7 @@ def test_another_schema_falls_back_to_the_public_function(monkeypatch, name):
     [
         (sdpa.SDPA_CUDNN, "_scaled_dot_product_cudnn_attention", sdpa.CUDNN_SCHEMA),
         (sdpa.SDPA_FLASH, "_scaled_dot_product_flash_attention", sdpa.FLASH_SCHEMA),
+        (sdpa.SDPA_EFFICIENT, "_scaled_dot_product_efficient_attention", sdpa.EFFICIENT_SCHEMA),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
@@ -104,7 +107,49 @@ def test_gpu_operators_get_exactly_what_their_schema_names(monkeypatch, backend,
     query, key, value, _ = example("NHD")
     output = kernel.function(query, key, value, tensor_layout="NHD", sm_scale=0.3)
     assert torch.equal(output, query)
-    assert calls == [((None, False) if backend is sdpa.SDPA_CUDNN else (), {"scale": 0.3})]
+    assert calls == [(() if backend is sdpa.SDPA_FLASH else (None, False), {"scale": 0.3})]
+
+
+MASKS = {
+    "bool": torch.arange(77)[None, None, None] < 60,
+    "additive": torch.linspace(-2, 2, 50 * 77).view(1, 1, 50, 77),
+}
+
+
+@pytest.fixture
+def pinned_to(monkeypatch):
+    """Which implementations PyTorch was held to; it runs another one, as this one is not there on a CPU."""
+    found = []
+
+    def hold(backend):
+        found.append(backend)
+        return nullcontext()
+
+    monkeypatch.setattr(sdpa, "sdpa_kernel", hold)
+    return found
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+def test_efficient_leaves_a_mask_to_the_public_function(monkeypatch, pinned_to, layout, mask):
+    monkeypatch.setattr(sdpa, "_operator", lambda name, schema: pytest.fail)
+    kernel = sdpa.SDPA_EFFICIENT.load(Environment(), "sm86", False)
+    assert kernel.options == {"attn_mask"}, "grouped heads are expanded by the caller"
+    query, key, value, _ = example(layout)
+    output = kernel.function(query, key, value, tensor_layout=layout, sm_scale=0.3, attn_mask=mask)
+    tensors = (query, key, value) if layout == "HND" else [tensor.transpose(1, 2) for tensor in (query, key, value)]
+    expected = exact(*tensors, sm_scale=0.3, attn_mask=mask)
+    assert relative_l2(output, expected if layout == "HND" else expected.transpose(1, 2)) <= 1e-5
+    assert pinned_to == [sdpa.SDPBackend.EFFICIENT_ATTENTION]
+
+
+def test_efficient_under_another_schema_is_the_public_function(monkeypatch, pinned_to):
+    monkeypatch.setattr(sdpa, "EFFICIENT_SCHEMA", "query key value something_new")
+    kernel = sdpa.SDPA_EFFICIENT.load(Environment(), "sm86", False)
+    query, key, value, expected = example("NHD")
+    output = kernel.function(query, key, value, tensor_layout="NHD", sm_scale=0.3)
+    assert relative_l2(output, expected) <= 1e-5
+    assert pinned_to == [sdpa.SDPBackend.EFFICIENT_ATTENTION]
 
 
 def test_a_torch_built_without_the_implementation_is_refused(monkeypatch):

@@ -46,6 +46,12 @@ def test_the_names_and_their_order_are_those_that_saved_workflows_hold():
         HUB_AMD,
         "sdpa: cudnn",
         "sdpa: flash",
+        "sdpa: efficient",
+        "flash_attn 2",
+        "flash_attn 3",
+        "flash_attn 4",
+        "hub: flash-attn2",
+        "hub: flash-attn3",
         "int8_reference",
     ]
 
@@ -72,6 +78,20 @@ ACCEPTED = [
     *[("sdpa: flash", make_spec("sm86", head_dim)) for head_dim in (8, 64, 160, 256)],
     ("sdpa: flash", make_spec("cpu", 36, dtype="float32")),
     ("sdpa: flash", make_spec("cpu", 320)),
+    *[("sdpa: efficient", make_spec(arch, 512)) for arch in ("sm80", "sm86", "sm89", "sm90", "sm120")],
+    *[("sdpa: efficient", make_spec("sm75", 40, dtype=dtype)) for dtype in ("float16", "float32")],
+    ("sdpa: efficient", make_spec("sm90", 36, dtype="float32")),
+    ("sdpa: efficient", make_spec("sm86", num_kv_heads=8, mask_kind=MaskKind.BOOL, mask_dtype="bool")),
+    ("sdpa: efficient", make_spec("sm86", mask_kind=MaskKind.ADDITIVE, mask_dtype="bfloat16")),
+    ("sdpa: flash", make_spec("sm90", batch_size=65535)),
+    *[("flash_attn 2", make_spec(arch, 256)) for arch in ("sm80", "sm86", "sm89", "sm90", "sm120", "gfx1201")],
+    ("flash_attn 2", make_spec("sm86", 36, num_kv_heads=8, sm_scale=1.0, dtype="float16")),
+    *[("flash_attn 3", make_spec("sm90", head_dim, num_kv_heads=8)) for head_dim in (40, 64, 128, 256)],
+    ("flash_attn 3", make_spec("sm90", 64, batch_size=70000)),
+    *[("flash_attn 4", make_spec(arch)) for arch in ("sm90", "sm100", "sm120", "sm121")],
+    ("flash_attn 4", make_spec("sm90", 256, sm_scale=1.0)),
+    ("hub: flash-attn2", make_spec("sm89", 256)),
+    ("hub: flash-attn3", make_spec("sm90", 256)),
     ("int8_reference", make_spec("cpu", 80, dtype="float32", mask_kind=MaskKind.ADDITIVE)),
 ]
 
@@ -106,6 +126,30 @@ REFUSED = [
     ("sdpa: flash", make_spec("sm90", 264), {RefusalCode.HEAD_DIM: ("264", "256")}),
     ("sdpa: flash", make_spec("sm90", dtype="float32"), {RefusalCode.DTYPE: ("float32",)}),
     ("sdpa: flash", make_spec("cpu", mask_kind=MaskKind.BOOL), {RefusalCode.ATTN_MASK: ("bool",)}),
+    ("sdpa: flash", make_spec("sm90", batch_size=65536), {RefusalCode.SHAPE: ("65536", "65535")}),
+    ("sdpa: efficient", make_spec("cpu"), {RefusalCode.ARCH: ("cpu", "sm75")}),
+    ("sdpa: efficient", make_spec("sm75"), {RefusalCode.DTYPE: ("bfloat16", "float16 or float32")}),
+    ("sdpa: efficient", make_spec("sm90", 36), {RefusalCode.HEAD_DIM: ("36", "multiples of 8")}),
+    ("sdpa: efficient", make_spec("sm90", 6, dtype="float32"), {RefusalCode.HEAD_DIM: ("6", "multiples of 4")}),
+    (
+        "sdpa: efficient",
+        make_spec("sm90", mask_kind=MaskKind.ADDITIVE, mask_dtype="float32"),
+        {RefusalCode.ATTN_MASK: ("float32", "bfloat16")},
+    ),
+    ("flash_attn 2", make_spec("sm75"), {RefusalCode.ARCH: ("sm75", "sm80")}),
+    ("flash_attn 2", make_spec("sm90", 264), {RefusalCode.HEAD_DIM: ("264", "256")}),
+    ("flash_attn 2", make_spec("sm90", dtype="float32"), {RefusalCode.DTYPE: ("float32", "bfloat16")}),
+    ("flash_attn 2", make_spec("sm90", batch_size=65536), {RefusalCode.SHAPE: ("65536", "65535")}),
+    *[("flash_attn 3", make_spec(arch), {RefusalCode.ARCH: (arch, "sm90")}) for arch in ("sm80", "sm89", "sm100")],
+    ("flash_attn 3", make_spec("sm90", 36), {RefusalCode.HEAD_DIM: ("36", "multiples of 8 up to 256")}),
+    ("flash_attn 3", make_spec("sm90", mask_kind=MaskKind.BOOL), {RefusalCode.ATTN_MASK: ("bool", "none")}),
+    ("flash_attn 4", make_spec("sm86"), {RefusalCode.ARCH: ("sm86", "sm120")}),
+    ("flash_attn 4", make_spec("sm100", 160), {RefusalCode.HEAD_DIM: ("160", "multiples of 8 up to 128")}),
+    ("flash_attn 4", make_spec("sm90", 264), {RefusalCode.HEAD_DIM: ("264", "multiples of 8 up to 256")}),
+    ("flash_attn 4", make_spec("sm90", batch_size=65536), {RefusalCode.SHAPE: ("65536", "65535")}),
+    ("hub: flash-attn2", make_spec("sm75"), {RefusalCode.ARCH: ("sm75", "sm80")}),
+    ("hub: flash-attn3", make_spec("sm80"), {RefusalCode.ARCH: ("sm80", "sm90")}),
+    ("hub: flash-attn3", make_spec("sm90", 36), {RefusalCode.HEAD_DIM: ("36", "multiples of 8 up to 256")}),
     (
         SM90,
         make_spec("gfx1201", 256, dtype="float32", mask_kind=MaskKind.ADDITIVE),
@@ -129,14 +173,15 @@ def test_refuses_with_every_reason_and_both_sides(name, spec, expected):
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
 def test_no_kernel_is_for_a_gpu_that_nobody_tried(backend):
-    for arch in ("sm61", "sm70", "sm87", "sm103", "gfx942", "gfx9999", "unknown", "mps"):
+    for arch in ("sm61", "sm70", "sm87", "sm103", "gfx906", "gfx9999", "unknown", "mps"):
         if backend.name != "int8_reference":
             assert backend.support.refusals(make_spec(arch), backend.name), arch
 
 
 def test_fp4_and_the_reference_are_never_chosen_automatically():
     assert {b.name for b in BACKENDS if not b.auto} == {"sageattn3_blackwell", HUB_FP4, "int8_reference"}
-    assert {b.name for b in BACKENDS if b.exact} == {"sdpa: cudnn", "sdpa: flash"}
+    exact = {b.name for b in BACKENDS if b.exact}
+    assert exact == {b.name for b in BACKENDS if b.name.startswith(("sdpa: ", "flash_attn ", "hub: flash-attn"))}
 
 
 def first_choice(spec: AttentionSpec) -> str | None:

@@ -18,10 +18,17 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from sage_core.backends.base import Kernel
-from sage_core.backends.hub import HUB_AITER, HUB_SAGE_ATTENTION, HUB_SAGE_BLACKWELL
+from sage_core.backends.hub import (
+    HUB_AITER,
+    HUB_FLASH_ATTN_2,
+    HUB_FLASH_ATTN_3,
+    HUB_SAGE_ATTENTION,
+    HUB_SAGE_BLACKWELL,
+)
 from sage_core.environment import Device, Environment
 from sage_core.refusal import RefusalCode
 from sage_core.spec import AttentionSpec
+from tests.unit.conftest import only_refusal
 
 pytest.importorskip("kernels", reason="the kernels package is not installed")
 
@@ -29,6 +36,7 @@ GFX1201 = Environment(devices=(Device(0, "gfx1201", "AMD Radeon AI PRO R9700"),)
 AITER = "kernels-community/aiter-sage-attention"
 SAGE = "kernels-community/sage-attention"
 BLACKWELL = "kernels-community/sage-blackwell"
+FLASH_2, FLASH_3 = "kernels-community/flash-attn2", "kernels-community/flash-attn3"
 
 ATTENTION = """
     import torch
@@ -112,12 +120,6 @@ def publish(tmp_path, monkeypatch):
 
 def load(backend=HUB_AITER, arch="gfx1201", allow_download=False):
     return backend.load(GFX1201, arch, allow_download)
-
-
-def only_refusal(result):
-    assert not isinstance(result, Kernel), result
-    (refusal,) = result
-    return refusal
 
 
 def check_serves(kernel) -> None:
@@ -217,10 +219,10 @@ HUB_CORE = """
 
     def sageattn_qk_int8_pv_fp16_cuda(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smooth_k=True,
                                       **kwargs):
-        return ("fp16", tensor_layout, is_causal, sm_scale, smooth_k)
+        return ["fp16", tensor_layout, is_causal, sm_scale, smooth_k]
 
     def sageattn_qk_int8_pv_fp8_cuda(q, k, v, tensor_layout="HND", sm_scale=None, **kwargs):
-        return ("fp8", tensor_layout, sm_scale, kwargs)
+        return ["fp8", tensor_layout, sm_scale, kwargs]
 
     def sageattn_qk_int8_pv_fp8_cuda_sm90(q, k, v, tensor_layout="HND", sm_scale=None, **kwargs): ...
 """
@@ -232,8 +234,8 @@ def test_hub_sage_attention_is_bound_per_gpu(publish):
     assert (sm80.options, sm89.options) == ({"smooth_k", "enable_gqa"}, {"enable_gqa"})
     key = torch.zeros(1)
     arguments = {"tensor_layout": "NHD", "sm_scale": 0.5}
-    assert sm80.function(key, key, key, **arguments, smooth_k=False) == ("fp16", "NHD", False, 0.5, False)
-    assert sm89.function(key, key, key, **arguments) == ("fp8", "NHD", 0.5, {})
+    assert sm80.function(key, key, key, **arguments, smooth_k=False) == ["fp16", "NHD", False, 0.5, False]
+    assert sm89.function(key, key, key, **arguments) == ["fp8", "NHD", 0.5, {}]
     refusal = only_refusal(load(HUB_SAGE_ATTENTION, "sm90"))
     assert refusal.code is RefusalCode.BUILD
     assert "sm90" in refusal.detail
@@ -241,7 +243,7 @@ def test_hub_sage_attention_is_bound_per_gpu(publish):
 
 def test_hub_sage_attention_that_swallows_sm_scale_is_refused(publish):
     core = HUB_CORE.replace("sm_scale=None, **kwargs", "**kwargs").replace(
-        '("fp8", tensor_layout, sm_scale', '("fp8", 0'
+        '["fp8", tensor_layout, sm_scale', '["fp8", 0'
     )
     publish(SAGE, "from . import core", version=2, files={"core.py": core})
     refusal = only_refusal(load(HUB_SAGE_ATTENTION, "sm89"))
@@ -260,11 +262,48 @@ def test_hub_sage_blackwell_gets_a_key_of_its_own(publish):
     assert output.sum() == key.numel()
 
 
+# flash-attn's Hub builds
+
+FLASH_BUILDS = [(HUB_FLASH_ATTN_2, FLASH_2, 3), (HUB_FLASH_ATTN_3, FLASH_3, 1)]
+
+
+@pytest.mark.parametrize(("backend", "repo", "version"), FLASH_BUILDS)
+@pytest.mark.parametrize("cached", [False, True], ids=["LOCAL_KERNELS", "Hub cache"])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_hub_flash_attention_gets_its_scale_and_gives_its_output(publish, backend, repo, version, cached, with_lse):
+    source = attention(
+        "flash_attn_func",
+        more="dropout_p=0.0, softmax_scale=None, causal=True",
+        check="assert (softmax_scale, causal) == (128**-0.5, False)",
+    )
+    if with_lse:
+        source = source.replace(".to(torch.bfloat16)", ".to(torch.bfloat16), None")
+    publish(repo, source, version=version, cached=cached)
+    kernel = load(backend, "sm90")
+    check_serves(kernel)
+    assert kernel.options == {"enable_gqa"}
+
+
+@pytest.mark.parametrize(("backend", "repo", "version"), FLASH_BUILDS)
+def test_hub_flash_attention_that_takes_no_scale_is_refused(publish, backend, repo, version):
+    publish(repo, attention("flash_attn_func", more="causal=True"), version=version)
+    refusal = only_refusal(load(backend, "sm90"))
+    assert refusal.code is RefusalCode.FUNCTION_MISSING
+    assert "sm_scale" in refusal.detail
+
+
 # Not on this disk
 
 
 @pytest.mark.parametrize(
-    ("backend", "arch"), [(HUB_AITER, "gfx1201"), (HUB_SAGE_ATTENTION, "sm90"), (HUB_SAGE_BLACKWELL, "sm120")]
+    ("backend", "arch"),
+    [
+        (HUB_AITER, "gfx1201"),
+        (HUB_SAGE_ATTENTION, "sm90"),
+        (HUB_SAGE_BLACKWELL, "sm120"),
+        (HUB_FLASH_ATTN_2, "sm86"),
+        (HUB_FLASH_ATTN_3, "sm90"),
+    ],
 )
 def test_nothing_is_downloaded_without_leave(attempts, backend, arch):
     refusal = only_refusal(load(backend, arch))

@@ -26,7 +26,16 @@ from sage_core import (
     session,
 )
 from sage_core.accuracy import sample_rows
-from sage_core.backends import STARTING_ORDER, Backend, Preference, comfy_kitchen, hub, sageattention, sageattn3
+from sage_core.backends import (
+    STARTING_ORDER,
+    Backend,
+    Preference,
+    comfy_kitchen,
+    flash_attention,
+    hub,
+    sageattention,
+    sageattn3,
+)
 from sage_core.backends.base import Tolerance
 from sage_core.planning import Planner
 from sage_core.refusal import RefusalCode
@@ -39,10 +48,13 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 CODE_BLOCKS = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 TEXT = CODE_BLOCKS.sub("", README)
 QUOTED = re.findall(r"`([^`\n]+)`", TEXT)
-LOOKS_LIKE_A_KERNEL = re.compile(r"(sageattn|sdpa: |hub: |comfy_kitchen_|int8_|native \()")
+LOOKS_LIKE_A_KERNEL = re.compile(r"(sageattn|sdpa: |flash_attn |hub: |comfy_kitchen_|int8_|native \()")
 NO_KERNEL = {"hub: ...", "sageattention", "sageattention3_blackwell"}
 """All Hub kernels in one word as in the node's tooltip, a package, and a folder of its repository."""
-INSTALL = (sageattention.INSTALL_1, sageattention.INSTALL_2, sageattn3.INSTALL, comfy_kitchen.INSTALL, hub.INSTALL)
+INSTALL = (
+    *(sageattention.INSTALL_1, sageattention.INSTALL_2, sageattn3.INSTALL, comfy_kitchen.INSTALL, hub.INSTALL),
+    *(flash_attention.INSTALL_2, flash_attention.INSTALL_3, flash_attention.INSTALL_4),
+)
 
 
 def section(title: str) -> str:

@@ -249,6 +249,7 @@ socket.socket.connect = socket.create_connection = socket.getaddrinfo = no_netwo
 before, loaded = world(), set(sys.modules)
 import sage_core
 optional = {"sageattention", "sageattn3", "kernels", "comfy_kitchen", "flash_attn", "huggingface_hub"}
+optional |= {"flash_attn_interface", "flash_attn_config"}
 assert not optional & (set(sys.modules) - loaded), "an optional package was imported"
 assert not torch.cuda.is_initialized(), "a GPU was touched"
 
@@ -297,6 +298,12 @@ def test_the_options_of_the_node_are_these_on_every_machine():
         "hub: aiter-sage-attention (gfx1201)",
         "sdpa: cudnn",
         "sdpa: flash",
+        "sdpa: efficient",
+        "flash_attn 2",
+        "flash_attn 3",
+        "flash_attn 4",
+        "hub: flash-attn2",
+        "hub: flash-attn3",
         "int8_reference",
     )
     assert sage_core.SMOOTH_K_CHOICES == ("auto", "off", "on")
