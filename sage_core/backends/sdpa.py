@@ -17,9 +17,8 @@ from ..support import EVERY_MASK, HALF_DTYPES, MAX_GRID, Support, head_dim_multi
 from .base import Backend, Kernel, Tolerance
 
 CUDA_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
-"""sdp_utils.cpp lets all three implementations run from sm80 to sm121."""
-EFFICIENT_ARCHS = ("sm75", *CUDA_ARCHS)
-"""sdp_utils.cpp lets this one run from sm50 on; sm75 is the oldest that torch is still built for with CUDA 13."""
+"""sdp_utils.cpp lets cuDNN and flash run from sm80 to sm121, and efficient from sm50 on; below sm80, where it is the
+only one, PyTorch takes it anyway."""
 CUDNN_MAX_HEAD_DIM = {**dict.fromkeys(CUDA_ARCHS, 128), "sm90": 256}
 """The limit in sdp_utils.cpp; 256 on sm90 was measured on an H200 with torch 2.11 and cuDNN 9.19."""
 FLASH_MAX_HEAD_DIM = dict.fromkeys(CUDA_ARCHS, 256)
@@ -131,16 +130,8 @@ def _efficient_head_dim(spec: AttentionSpec) -> Refusal | None:
     return Refusal(RefusalCode.HEAD_DIM, detail)
 
 
-def _efficient_dtype(spec: AttentionSpec) -> Refusal | None:
-    """Below sm80 there is no bf16."""
-    if spec.arch != "sm75" or spec.dtype != "bfloat16":
-        return None
-    detail = "dtype is bfloat16; sdpa: efficient takes float16 or float32 on sm75"
-    return Refusal(RefusalCode.DTYPE, detail)
-
-
 def _efficient_mask(spec: AttentionSpec) -> Refusal | None:
-    """An additive mask of another dtype raises, as the kernel reads it in query's."""
+    """The kernel reads an additive mask in query's dtype, and PyTorch raises for another."""
     if spec.mask_kind is not MaskKind.ADDITIVE or spec.mask_dtype == spec.dtype:
         return None
     detail = f"attn_mask is {spec.mask_dtype}; sdpa: efficient takes bool or {spec.dtype}, the dtype of query"
@@ -175,11 +166,11 @@ SDPA_FLASH = Backend(
 SDPA_EFFICIENT = Backend(
     name="sdpa: efficient",
     support=Support(
-        archs=EFFICIENT_ARCHS,
+        archs=CUDA_ARCHS,
         dtypes=(*HALF_DTYPES, "float32"),
         mask_kinds=EVERY_MASK,
         max_batch_size=MAX_GRID,
-        rules=(_efficient_dtype, _efficient_head_dim, _efficient_mask),
+        rules=(_efficient_head_dim, _efficient_mask),
     ),
     tolerance=EXACT,
     load=_load_efficient,

@@ -79,7 +79,6 @@ ACCEPTED = [
     ("sdpa: flash", make_spec("cpu", 36, dtype="float32")),
     ("sdpa: flash", make_spec("cpu", 320)),
     *[("sdpa: efficient", make_spec(arch, 512)) for arch in ("sm80", "sm86", "sm89", "sm90", "sm120")],
-    *[("sdpa: efficient", make_spec("sm75", 40, dtype=dtype)) for dtype in ("float16", "float32")],
     ("sdpa: efficient", make_spec("sm90", 36, dtype="float32")),
     ("sdpa: efficient", make_spec("sm86", num_kv_heads=8, mask_kind=MaskKind.BOOL, mask_dtype="bool")),
     ("sdpa: efficient", make_spec("sm86", mask_kind=MaskKind.ADDITIVE, mask_dtype="bfloat16")),
@@ -127,8 +126,8 @@ REFUSED = [
     ("sdpa: flash", make_spec("sm90", dtype="float32"), {RefusalCode.DTYPE: ("float32",)}),
     ("sdpa: flash", make_spec("cpu", mask_kind=MaskKind.BOOL), {RefusalCode.ATTN_MASK: ("bool",)}),
     ("sdpa: flash", make_spec("sm90", batch_size=65536), {RefusalCode.SHAPE: ("65536", "65535")}),
-    ("sdpa: efficient", make_spec("cpu"), {RefusalCode.ARCH: ("cpu", "sm75")}),
-    ("sdpa: efficient", make_spec("sm75"), {RefusalCode.DTYPE: ("bfloat16", "float16 or float32")}),
+    ("sdpa: efficient", make_spec("cpu"), {RefusalCode.ARCH: ("cpu", "sm80")}),
+    ("sdpa: efficient", make_spec("sm75"), {RefusalCode.ARCH: ("sm75", "sm80")}),
     ("sdpa: efficient", make_spec("sm90", 36), {RefusalCode.HEAD_DIM: ("36", "multiples of 8")}),
     ("sdpa: efficient", make_spec("sm90", 6, dtype="float32"), {RefusalCode.HEAD_DIM: ("6", "multiples of 4")}),
     (
