@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..refusal import Refusal, RefusalCode
-from ..spec import AttentionSpec
 from .hub import HUB_AITER, HUB_SAGE_ATTENTION
 from .sageattention import SAGEATTN_1, SAGEATTN_FP8, SAGEATTN_FP8_SM90, SAGEATTN_FP16, SAGEATTN_FP16_TRITON
 from .sdpa import SDPA_CUDNN
@@ -18,18 +16,6 @@ class Preference(NamedTuple):
     kernel: str
     min_qo_len: int = 0
     head_dims: tuple[int, ...] | None = None
-
-    def refusals(self, spec: AttentionSpec) -> tuple[Refusal, ...]:
-        """Why ``spec`` is expected to be as fast without the kernel; empty when it should pay off."""
-        found = []
-        if spec.qo_len < self.min_qo_len:
-            detail = f"qo_len is {spec.qo_len}; {self.kernel} is expected to pay off from {self.min_qo_len}"
-            found.append(Refusal(RefusalCode.NOT_WORTHWHILE, detail))
-        if self.head_dims is not None and spec.head_dim not in self.head_dims:
-            taken = " or ".join(map(str, self.head_dims))
-            detail = f"head_dim is {spec.head_dim}; {self.kernel} is expected to pay off at {taken}"
-            found.append(Refusal(RefusalCode.NOT_WORTHWHILE, detail))
-        return tuple(found)
 
 
 LONG = 10_000

@@ -186,7 +186,8 @@ def test_fp4_and_the_reference_are_never_chosen_automatically():
 def first_choice(spec: AttentionSpec) -> str | None:
     for preference in STARTING_ORDER.get(spec.arch, ()):
         backend = BY_NAME[preference.kernel]
-        if not preference.refusals(spec) and not backend.support.refusals(spec, backend.name):
+        pays_off = spec.qo_len >= preference.min_qo_len and spec.head_dim in (preference.head_dims or (spec.head_dim,))
+        if pays_off and not backend.support.refusals(spec, backend.name):
             return backend.name
     return None
 
