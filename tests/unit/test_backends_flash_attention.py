@@ -10,9 +10,10 @@ import torch
 
 from sage_core.backends import BACKENDS
 from sage_core.backends.base import Kernel
+from sage_core.backends.binding import import_package
 from sage_core.call import shaping
 from sage_core.environment import Environment
-from sage_core.refusal import RefusalCode
+from sage_core.refusal import Refusal, RefusalCode
 from sage_core.selection import Use
 from sage_core.trial import try_kernel
 from tests.unit.conftest import CPU, make_call, make_spec, only_refusal
@@ -174,6 +175,14 @@ def test_2_and_4_in_one_folder_are_each_found(install):
 
 
 # -- not to be had
+
+
+@pytest.mark.parametrize("missing", ["there_is_no_such_package.cute", "flash_attn.cute.there_is_no_such_module"])
+def test_a_module_is_not_installed_where_it_or_what_it_lies_in_is_missing(install, missing):
+    install("flash_attn", PACKAGE_4)
+    refusal = import_package(missing, "pip install it")
+    assert isinstance(refusal, Refusal)
+    assert (refusal.code, refusal.detail) == (RefusalCode.NOT_INSTALLED, f"{missing} is not installed; pip install it")
 
 
 @pytest.mark.parametrize(
