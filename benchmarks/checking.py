@@ -25,6 +25,7 @@ from sage_core.backends.base import Backend, Kernel, Tolerance
 from sage_core.device import waiter
 from sage_core.dispatcher import OVERRIDE, Dispatcher
 from sage_core.environment import Environment
+from sage_core.policy import NATIVE_ONLY
 from sage_core.support import Support
 
 from .overhead import Executor
@@ -112,23 +113,22 @@ def seconds_of_run(model: Model, dispatcher: Dispatcher) -> float:
     return time.perf_counter() - start
 
 
-def session(exact: bool) -> Session:
-    """A session with the one kernel, quantized or not by its own account."""
+def session() -> Session:
+    """A session with the one kernel, quantized by its own account."""
     backend = Backend(
         name="stand-in",
         support=Support(archs=None, dtypes=("float32", "bfloat16"), tensor_layouts=("NHD",)),
         tolerance=Tolerance(relative_l2=0.02, cosine=0.999),
         load=lambda environment, arch, allow_download: Kernel(attention),
-        exact=exact,
     )
     environment = Environment.detect()
     archs = {"cpu", *(device.arch for device in environment.devices)}
     return Session([backend], environment, order={arch: (Preference(backend.name),) for arch in archs})
 
 
-def dispatcher(exact: bool = False, **policy: Any) -> Dispatcher:
+def dispatcher(**policy: Any) -> Dispatcher:
     chosen = {"kernel": "stand-in", "compare_with_native": "never", **policy}
-    return Dispatcher(Policy(**chosen), session(exact))
+    return Dispatcher(Policy(**chosen), session())
 
 
 def in_turns(runs: Mapping[str, Callable[[], float]]) -> dict[str, list[float]]:
@@ -159,8 +159,8 @@ def main() -> int:
     with torch.inference_mode():
         seconds = in_turns(
             {
-                "nothing is looked at": warm(exact=True),
-                "the same again": warm(exact=True),
+                "nothing is looked at": warm(kernel=NATIVE_ONLY),
+                "the same again": warm(kernel=NATIVE_ONLY),
                 "outputs are looked at": warm(tolerance=None),
                 "sites are checked too": warm(tolerance=0.1),
                 "cold: sites are checked": lambda: seconds_of_run(model, dispatcher(tolerance=0.1)),
