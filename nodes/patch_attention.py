@@ -21,6 +21,7 @@ from ..sage_core import (
     USE_NATIVE,
     Dispatcher,
     Policy,
+    PolicyError,
 )
 from .host import SESSION, dispatcher_of, executing, schema
 
@@ -123,15 +124,22 @@ class ApplySageAttention(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(display_name="model")],
+            hidden=[io.Hidden.unique_id],
             # two equal nodes would share one result, and with it one record of runs
             not_idempotent=True,
         )
 
     @classmethod
     def execute(cls, model: Any, **widgets: Any) -> io.NodeOutput:
-        policy = Policy.from_widgets(KERNEL_CHOICES, **widgets)
+        try:
+            policy = Policy.from_widgets(KERNEL_CHOICES, **widgets)
+        except PolicyError as error:
+            # ComfyUI heads its error box with the type, and for one of ours with the path of the pack as well
+            raise ValueError(str(error)) from None
         previous = _override_before(model)
-        dispatcher = Dispatcher(policy, SESSION, previous, executing)
+        # a script may call the node without ComfyUI's executor around it
+        node_id = getattr(cls.hidden, "unique_id", None)
+        dispatcher = Dispatcher(policy, SESSION, previous, executing, node_id)
         refusals = dispatcher.prepare(model.load_device)
         if refusals:
             reasons = "\n".join(f"- {refusal.detail} ({refusal.advice})" for refusal in refusals)

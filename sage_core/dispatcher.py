@@ -53,11 +53,13 @@ class Dispatcher:
         session: Session,
         previous: Callable[..., torch.Tensor] | None = None,
         host_context: HostContext = lambda: (None, None),
+        apply_node_id: str | None = None,
+        run_opened: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.policy = policy
         self.session = session
         self.previous = previous
-        self.stats = Stats()
+        self.stats = Stats(apply_node_id, run_opened)
         self._host_context = host_context
         self._skips_blocks = bool(policy.skip_blocks)
         self._planner = Planner(policy, session)
@@ -201,7 +203,8 @@ class Dispatcher:
     ) -> Any:
         """The wrapper around the sampler: a run starts and ends."""
         patcher = executor.class_obj.model_patcher
-        run = self.stats.open(*self._host_context(), model=type(patcher.model).__name__)
+        device = getattr(patcher, "load_device", None)
+        run = self.stats.open(*self._host_context(), model=type(patcher.model).__name__, device=device)
 
         def count_step(step: int, *progress: Any, **named: Any) -> Any:
             run.step = int(step) + 1

@@ -53,6 +53,7 @@ def test_new_seed_samples_again_with_the_cached_node_and_the_report_shows_that_r
     for finished, runs in ((first, 1), (second, 2)):
         (run,) = shown(finished)
         assert (run["prompt_id"], run["node_id"]) == (finished.prompt_id, SAMPLER)
+        assert run["apply_node_id"] == APPLY
         assert (run["calls"], run["status"], run["steps"]) == (12, "finished", 3)
         assert len(report(finished)["runs"]) == runs
         assert report(finished)["notes"] == []
