@@ -1,8 +1,9 @@
-"""What the nodes ask of ComfyUI beyond its node API, and the one Session of this process."""
+"""What the nodes ask of ComfyUI beyond its node API, and the one Session and the runs of this process."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from comfy_api.latest import io
 from comfy_execution.utils import get_executing_context
 
-from ..sage_core import BACKENDS, OWN_KEY, Dispatcher, Session
+from ..sage_core import BACKENDS, OWN_KEY, Dispatcher, Live, Run, Session
 
 
 def _comfyui_version() -> str:
@@ -35,6 +36,49 @@ def executing() -> tuple[str | None, str | None]:
     """(prompt_id, node_id) of the node that ComfyUI is executing; (None, None) outside the server."""
     context = get_executing_context()
     return (None, None) if context is None else (context.prompt_id, context.node_id)
+
+
+def server() -> Any:
+    """ComfyUI's PromptServer; None where its nodes are used without one. Importing its module would not start it."""
+    return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+
+
+def send_status(status: dict[str, Any]) -> None:
+    """Tell every open page how a run is going; a page shows it if it has the workflow open."""
+    running = server()
+    if running is not None:
+        with suppress(RuntimeError):  # ComfyUI is stopping, and its event loop is closed
+            running.send_sync("sagescope.status", status)
+
+
+LIVE = Live(send_status)
+
+
+def remember(run: Run, about: dict[str, Any]) -> None:
+    """Take in a run that starts now, among those of all patched models."""
+    LIVE.add(run, _workflow_of(run.prompt_id), about)
+
+
+def _workflow_of(prompt_id: str | None) -> str | None:
+    """The id of the workflow that a page queued as this prompt, which is being executed.
+
+    Node ids mean something in one workflow only, and the model with its node id may come from the cache of another.
+    """
+    running = server()
+    if prompt_id is None or running is None:
+        return None
+    for _, running_id, _, extra_data, *_ in running.prompt_queue.get_current_queue_volatile()[0]:
+        if running_id == prompt_id:
+            workflow = (extra_data.get("extra_pnginfo") or {}).get("workflow") or {}
+            return None if workflow.get("id") is None else str(workflow["id"])
+    return None
+
+
+def forget_measurements() -> bool:
+    """Forget what was measured, also in the plans of models that are patched now; True when the disk has forgotten."""
+    forgotten = SESSION.measurements.forget()
+    SESSION.generation += 1
+    return forgotten
 
 
 def dispatcher_of(model: Any) -> Dispatcher | None:

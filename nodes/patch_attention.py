@@ -22,8 +22,9 @@ from ..sage_core import (
     Dispatcher,
     Policy,
     PolicyError,
+    describe_function,
 )
-from .host import SESSION, dispatcher_of, executing, schema
+from .host import SESSION, dispatcher_of, executing, remember, schema
 
 logger = logging.getLogger("sagescope")
 
@@ -109,7 +110,8 @@ class ApplySageAttention(io.ComfyNode):
                     default=NORMAL_TOLERANCE,
                     tooltip=(
                         "How far a quantized kernel may be from exact attention (relative L2 of the worst head, on the "
-                        "model's own tensors) to serve a site. off checks nothing."
+                        "model's own tensors) to serve a site. off compares no site; NaN, Inf and wrong shapes are "
+                        "caught all the same."
                     ),
                 ),
                 io.Combo.Input(
@@ -117,9 +119,10 @@ class ApplySageAttention(io.ComfyNode):
                     options=list(COMPARE_CHOICES),
                     default=COMPARE_CHOICES[0],
                     tooltip=(
-                        "Run one forward natively as well, to measure what the kernels bring and what they change. "
-                        "'first time' does it once per model and size; with kernel on auto, a plan that is not faster "
-                        "is dropped."
+                        "When a model call is also run natively, to see what the kernels bring and what they change: "
+                        "the first time for each kind of model, input size and settings of this node, in every run, or "
+                        "never. With kernel on auto, kernels that did not make it faster are not used, also when this "
+                        "is later set to never."
                     ),
                 ),
             ],
@@ -139,7 +142,8 @@ class ApplySageAttention(io.ComfyNode):
         previous = _override_before(model)
         # a script may call the node without ComfyUI's executor around it
         node_id = getattr(cls.hidden, "unique_id", None)
-        dispatcher = Dispatcher(policy, SESSION, previous, executing, node_id)
+        about = {"policy": policy.to_json(), "previous_override": previous and describe_function(previous)}
+        dispatcher = Dispatcher(policy, SESSION, previous, executing, node_id, lambda run: remember(run, about))
         refusals = dispatcher.prepare(model.load_device)
         if refusals:
             reasons = "\n".join(f"- {refusal.detail} ({refusal.advice})" for refusal in refusals)

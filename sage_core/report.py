@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from .comparing import NOISE
+from .paths import without_paths
+from .policy import TOLERANCES
 from .selection import NATIVE
 from .stats import SCHEMA
 
 MAX_SITE_ROWS = 200
 """Rows of the Markdown table of sites; the JSON has them all."""
+MARKUP = re.compile(r"[\\|<&*`\[~]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])")
+"""What Markdown would read as markup in a name or a sentence; each gets a backslash, which web/markdown.js takes off.
+
+An underscore between letters, as in the names of kernels, is none.
+"""
 
 
 def build_report(snapshot: dict[str, Any] | None, version: str, prompt_id: str | None, after: bool) -> dict[str, Any]:
@@ -17,7 +26,7 @@ def build_report(snapshot: dict[str, Any] | None, version: str, prompt_id: str |
 
     ``snapshot`` is the dispatcher's, None for a model without one. ``after`` says that the report node stands after
     the sampler. ``shown`` lists the ids of the runs that the report is about: those of the prompt being executed when
-    there are any, the last one otherwise.
+    there are any, the last one otherwise. Reports are shown to others, so no text in it names a folder of the machine.
     """
     report: dict[str, Any] = {"schema": SCHEMA, "version": version, "notes": [], "shown": [], "runs": []}
     if snapshot is None:
@@ -29,7 +38,7 @@ def build_report(snapshot: dict[str, Any] | None, version: str, prompt_id: str |
     report["shown"] = current or [run["id"] for run in runs[-1:]]
     # a script has no prompts, so nothing can be said about which of them a run was in
     report["notes"] = list(_notes(report, bool(current) or prompt_id is None, after))
-    return report
+    return {name: without_paths(part) for name, part in report.items()}
 
 
 def _notes(report: dict[str, Any], current: bool, after: bool) -> Iterable[str]:
@@ -78,9 +87,33 @@ def run_headline(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
         lines.append(f"The output of {rescued} was not finite: run again with exact attention before anything saw it.")
     if run["override_replaced_by"] is not None:
         lines.append(f"{run['override_replaced_by']} stands before this node and hands over what it does not serve.")
-    if policy["skip_blocks"] and all(site["block"] is None for site in run["sites"]):
-        lines.append("skip_blocks has no effect: this model does not report its blocks.")
+    lines += _skipped_in_vain(run, policy["skip_blocks"])
     return lines
+
+
+def _skipped_in_vain(run: dict[str, Any], skip_blocks: list[int]) -> Iterable[str]:
+    """Says which numbers in ``skip_blocks`` are no block of the model."""
+    blocks = [site["block_number"] for site in run["sites"] if site["block"] is not None]
+    if skip_blocks and not blocks:
+        yield "skip_blocks has no effect: this model does not report its blocks."
+        return
+    beyond = [number for number in skip_blocks if number > max(blocks)]
+    if beyond:
+        yield (
+            f"skip_blocks names {_ranges(beyond)}, which this model does not have: its last block is number "
+            f"{max(blocks)}."
+        )
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Rising numbers as ``skip_blocks`` takes them: 3, 7-9."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][-1] + 1:
+            ranges[-1] = [ranges[-1][0], number]
+        else:
+            ranges.append([number])
+    return ", ".join("-".join(map(str, ends)) for ends in ranges)
 
 
 def _comparison_line(comparison: dict[str, Any]) -> str:
@@ -93,13 +126,16 @@ def _comparison_line(comparison: dict[str, Any]) -> str:
     line += "" if comparison["relative_l2"] is None else f", output off by relative L2 {comparison['relative_l2']:.2g}"
     line += "" if comparison["psnr"] is None else f" ({comparison['psnr']:.1f} dB)"
     line += ", measured in an earlier run" if comparison["remembered"] else ""
-    return line + ("." if comparison["faster"] else ". Not faster by more than noise.")
+    if comparison["faster"]:
+        return f"{line}."
+    slower = comparison["native_ms"] < comparison["plan_ms"] * (1 - NOISE)
+    return f"{line}. " + ("Slower than native." if slower else "Not faster by more than noise.")
 
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The report for people, ready to paste into an issue."""
     lines = ["## Attention Backend Report", ""]
-    lines += [f"> {note}\n" for note in report["notes"]]
+    lines += [f"> {_escaped(note)}\n" for note in report["notes"]]
     shown = [run for run in report["runs"] if run["id"] in report["shown"]]
     for run in shown:
         lines += _run_lines(run, report["policy"])
@@ -112,8 +148,8 @@ def _run_lines(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
     where = f"sampler node {run['node_id']}" if run["node_id"] else "outside a sampler node"
     steps = f"{run['steps']}" if run["total_steps"] is None else f"{run['steps']} of {run['total_steps']}"
     seconds = "" if run["seconds"] is None else f", {run['seconds']:.2f} s"
-    lines = [f"### Run {run['id']}: {run['model']}, {where}", ""]
-    lines += [f"**{line}**" for line in run_headline(run, policy)]
+    lines = [f"### Run {run['id']}: {_escaped(run['model'])}, {_escaped(where)}", ""]
+    lines += [f"**{_escaped(line)}**" for line in run_headline(run, policy)]
     extra = f", and {_count(run['comparison_calls'], 'call')} more to compare" if run["comparison_calls"] else ""
     lines += ["", f"{run['status']}, {steps} steps{seconds}{extra}", ""]
     lines += _table(
@@ -157,7 +193,9 @@ def _run_lines(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
         title=f"Sites{'' if len(rows) <= MAX_SITE_ROWS else f' (first {MAX_SITE_ROWS} of {len(rows)})'}",
     )
     lines += _table(
-        ("step", "event"), ((event["step"], event["text"]) for event in run["events"]), title="What happened"
+        ("step", "event"),
+        (("-" if event["step"] is None else event["step"], event["text"]) for event in run["events"]),
+        title="What happened",
     )
     return lines
 
@@ -183,8 +221,9 @@ def _environment_lines(report: dict[str, Any]) -> list[str]:
         ),
     ]
     policy = report["policy"]
-    settings = ", ".join(f"{name} {_shown(value)}" for name, value in policy.items())
-    return ["### Machine", "", *_table(("what", "which"), rows), f"Settings: {settings}", ""]
+    shown = {**policy, "tolerance": next((name for name, l2 in TOLERANCES.items() if l2 == policy["tolerance"]), "?")}
+    settings = ", ".join(f"{name} {_shown(value)}" for name, value in shown.items())
+    return ["### Machine", "", *_table(("what", "which"), rows), f"Settings: {_escaped(settings)}", ""]
 
 
 def _error(accuracy: dict[str, Any] | None) -> str:
@@ -192,7 +231,7 @@ def _error(accuracy: dict[str, Any] | None) -> str:
         return "-"
     worst = accuracy["worst_head_relative_l2"]
     found = "not finite" if worst is None else f"{worst:.3f}"
-    return found if accuracy["step"] is None else f"{found} at step {accuracy['step']}"
+    return found if accuracy["step"] is None else f"{found} in step {accuracy['step']}"
 
 
 def _shown(value: Any) -> str:
@@ -203,15 +242,16 @@ def _shown(value: Any) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> list[str]:
     """A Markdown table with a title line; nothing at all without rows."""
-    body = [f"| {' | '.join(_cell(value) for value in row)} |" for row in rows]
+    body = [f"| {' | '.join(_escaped(value) for value in row)} |" for row in rows]
     if not body:
         return []
     heading = [f"**{title}**", ""] if title else []
     return [*heading, f"| {' | '.join(header)} |", f"|{' --- |' * len(header)}", *body, ""]
 
 
-def _cell(value: Any) -> str:
-    return " ".join(str(value).split()).replace("|", "\\|")
+def _escaped(value: Any) -> str:
+    """The value on one line, as text that Markdown shows as it is."""
+    return MARKUP.sub(lambda markup: f"\\{markup[0]}", " ".join(str(value).split()))
 
 
 def _count(number: int, noun: str) -> str:

@@ -15,6 +15,7 @@ from .checking import SiteAccuracy
 from .comparing import Comparison
 from .memory import PeakMemory
 from .refusal import Refusal
+from .status import TROUBLES, status_line
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ class Run:
         self.seconds: float | None = None
         self.status = "running"
         self.step = 0
+        """Steps that are done."""
         self.total_steps: int | None = None
         self.forwards = 0
         self.exact_from_now_on: Refusal | None = None
@@ -84,6 +86,8 @@ class Run:
         """The largest error that the checks in the middle of the run found, with the step."""
         self._calls: Counter[tuple[int, Plan]] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
+        self._looked_at: set[Plan] = set()
+        self._troubles: dict[tuple[str, str], None] = {}
         self._lock = threading.Lock()
 
     def record(self, plans: Iterable[Plan], extra: bool = False) -> None:
@@ -108,6 +112,13 @@ class Run:
             calls = ((-1, plan) for _, plan in calls)
         self._calls.update(calls)
 
+    def current_step(self) -> int | None:
+        """The step that is under way, counted from 1 as people do; None outside a sampler.
+
+        A sampler may call the model once more after it has said that the last step is done.
+        """
+        return None if self.total_steps is None else min(self.step + 1, self.total_steps)
+
     def takes_check(self) -> bool:
         """Whether the forward that starts now is one to check the quantized sites in: those of the first step and of
         three more, spread over the run, a few per step where the conditions are sampled one by one."""
@@ -123,7 +134,7 @@ class Run:
         with self._lock:
             before = self._worst.get((site, plan))
             if before is None or not accuracy.worst_head_relative_l2 <= before[1].worst_head_relative_l2:
-                self._worst[site, plan] = self.step, accuracy
+                self._worst[site, plan] = self.current_step(), accuracy
 
     def silence(self, key: str, reason: Refusal | None, plans: list[Plan]) -> None:
         """Remember a forward that was native at every site: the next ones like it need no way through us."""
@@ -153,9 +164,9 @@ class Run:
             self.note(text)
 
     def note(self, text: str) -> None:
-        """Remember an event of this run, with the step it happened at."""
+        """Remember an event of this run, with the step it happened in."""
         with self._lock:
-            self._events.append({"step": self.step, "text": text})
+            self._events.append({"step": self.current_step(), "text": text})
 
     def close(self, status: str) -> None:
         self.seconds = time.time() - self.started
@@ -170,6 +181,29 @@ class Run:
         served = ", ".join(f"{kernel} {number}" for kernel, number in by_kernel.most_common())
         return f"{by_kernel.total()} attention calls in {self.forwards} forwards: {served or 'none was offered'}"
 
+    def progress_line(self) -> str:
+        """The line on how the run is going, cheap enough to be asked for while it is sampled.
+
+        Each plan is looked at once for what it says of troubles.
+        """
+        with self._lock:
+            calls = dict(self._calls)
+        by_plan = _by_plan(calls)
+        for plan in by_plan.keys() - self._looked_at:
+            found = ((kernel, refusal.code.value) for kernel, refusal in plan.reasons())
+            self._troubles.update(dict.fromkeys(trouble for trouble in found if trouble[1] in TROUBLES))
+        self._looked_at = set(by_plan)
+        progress = {
+            "status": "running",
+            "steps": self.step,
+            "total_steps": self.total_steps,
+            "calls": by_plan.total(),
+            "calls_by_kernel": _calls_by_kernel(by_plan, by_plan.total()),
+            "refusals": [{"kernel": kernel, "code": code} for kernel, code in list(self._troubles)],
+            "rescued_forwards": self.rescued,
+        }
+        return status_line(progress)
+
     def snapshot(self) -> dict[str, Any]:
         """The run in plain JSON types; consistent while other threads go on counting."""
         with self._lock:
@@ -180,7 +214,7 @@ class Run:
             comparison_calls = self._comparison_calls
         total = sum(calls.values())
         by_plan = _by_plan(calls)
-        return {
+        snapshot = {
             "id": self.number,
             "uid": self.uid,
             "prompt_id": self.prompt_id,
@@ -205,6 +239,7 @@ class Run:
             "override_replaced_by": self.replaced_by,
             "vram_peak_mib": self._memory.mib(),
         }
+        return {**snapshot, "summary": status_line(snapshot)}
 
 
 def _by_plan(calls: dict[tuple[int, Plan], int]) -> Counter[Plan]:

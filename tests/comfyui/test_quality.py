@@ -53,7 +53,7 @@ def test_a_forward_with_nan_at_one_site_is_natives_and_only_that_site_leaves(
     assert (first["rescued_forwards"], first["forwards"], first["calls"]) == (1, 5, 20)
     assert (second["rescued_forwards"], second["events"]) == (0, [])
     (event,) = first["events"]
-    assert event["step"] == 2
+    assert event["step"] == 3
     assert "sick left 1 sites" in event["text"]
     assert "not_finite" in codes(second)
 
@@ -85,7 +85,7 @@ def test_where_every_site_breaks_the_whole_latent_is_natives(host: Host) -> None
     assert kernels(first) == {"sick": 8, NATIVE: 12}
     assert kernels(second) == {NATIVE: 16}
     assert (first["rescued_forwards"], second["rescued_forwards"]) == (1, 0)
-    assert [(event["step"], "sick left 4 sites" in event["text"]) for event in first["events"]] == [(1, True)]
+    assert [(event["step"], "sick left 4 sites" in event["text"]) for event in first["events"]] == [(2, True)]
 
 
 def test_report_says_for_people_that_a_forward_was_run_again(host: Host) -> None:
@@ -143,11 +143,11 @@ def test_a_site_that_drifts_in_a_run_moves_at_the_next_check(host: Host) -> None
     first, second = facts["runs"]
     assert sites(first) == [{"late": 20}, {"late": 20}, {"late": 11, NATIVE: 9}, {"late": 20}]
     (event,) = first["events"]
-    assert event["step"] == 10
+    assert event["step"] == 11
     assert event["text"].startswith("site 2: late is off by relative L2 0.5")
     assert (first["forwards"], first["rescued_forwards"]) == (20, 0)
     worst = [row["accuracy"] for row in first["sites"] if row["site"] == 2 and row["kernel"] == "late"]
-    assert [accuracy["step"] for accuracy in worst] == [10]
+    assert [accuracy["step"] for accuracy in worst] == [11]
     # and from the start the next time
     assert sites(second) == [{"late": 20}, {"late": 20}, {NATIVE: 20}, {"late": 20}]
     assert second["events"] == []
@@ -160,7 +160,7 @@ def test_a_run_whose_first_check_fails_is_repaired_before_anything_is_handed_on(
     first, second = facts["runs"]
     assert kernels(first) == {"late": 12}
     assert sites(second) == [{"late": 4}, {"late": 4}, {"late": 1, NATIVE: 3}, {"late": 4}]
-    assert [event["step"] for event in second["events"]] == [0]
+    assert [event["step"] for event in second["events"]] == [1]
     assert facts["latents"][1] == facts["never there"]
     assert (facts["latents"][1] == facts["native"]) is not int8
 
@@ -330,6 +330,6 @@ def test_out_of_memory_in_the_middle_of_a_run_is_native_from_there_until_the_nex
     assert kernels(first) == {"full": 4 + site, NATIVE: 12 - site}
     assert kernels(second) == {"full": 16}
     assert set(codes(first)) == {"out_of_memory"}
-    assert [event["step"] for event in first["events"]] == [1]
+    assert [event["step"] for event in first["events"]] == [2]
     assert second["events"] == []
     assert facts["retired"] == []

@@ -137,7 +137,7 @@ def test_out_of_memory_leaves_the_rest_of_the_run_to_native_and_the_next_run_tri
     first, second = facts["runs"]
     assert kernels(first) == {"fragile": 2, "native": 10}
     assert reasons(first) == {"out_of_memory": 10}
-    assert [event["step"] for event in first["events"]] == [0]
+    assert [event["step"] for event in first["events"]] == [1]
     assert "fragile" in first["events"][0]["text"]
     assert kernels(second) == {"fragile": 12}
     assert facts["retired"] == []

@@ -415,11 +415,11 @@ def test_a_site_that_drifts_leaves_its_kernel_after_the_next_check(wrong_from, c
         assert run["events"] == []
     else:
         (event,) = run["events"]
-        assert event["step"] == checked_at
+        assert event["step"] == checked_at + 1
         assert "site 1" in event["text"]
         assert "0.400" in event["text"]
         (site,) = [site for site in run["sites"] if (site["site"], site["kernel"]) == (1, "a")]
-        assert site["accuracy"]["step"] == checked_at
+        assert site["accuracy"]["step"] == checked_at + 1
         assert site["accuracy"]["worst_head_relative_l2"] == pytest.approx(0.4, rel=1e-3)
         native = model.natively()[1]
         assert all(torch.equal(output[1], native) for output in outputs[checked_at + 1 :])
@@ -447,7 +447,7 @@ def test_a_site_that_is_wrong_in_the_first_forward_of_a_later_run_never_reaches_
         assert torch.equal(now[0], before[0])
         assert torch.equal(now[2], before[2])
     run = comfy.run()
-    assert run["events"][0]["step"] == 0
+    assert run["events"][0]["step"] == 1
     # the first forward was run twice, and every call of both is counted
     assert (run["forwards"], run["calls"]) == (3, 9)
 

@@ -483,7 +483,7 @@ def test_out_of_memory_makes_the_rest_of_the_run_native_and_the_next_run_tries_a
     assert served(run) == {name: n for name, n in ((KERNEL, at - 1), (NATIVE, 7 - at)) if n}
     assert all(torch.equal(output, Native()(*args, **kwargs)) for output in outputs[at - 1 :])
     assert refusal_codes(run) == {"out_of_memory": 7 - at}
-    assert [event["step"] for event in run["events"]] == [(at - 1) // 3]
+    assert [event["step"] for event in run["events"]] == [(at - 1) // 3 + 1]
     assert len([line for line in lines(caplog, logging.INFO) if "rest of this run" in line]) == 1
     assert run["status"] == "finished"
 

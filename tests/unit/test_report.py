@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from sage_core.comparing import Comparison
 from sage_core.policy import NATIVE_ONLY
 from sage_core.refusal import Refusal, RefusalCode
 from sage_core.report import MAX_SITE_ROWS, build_report, run_headline, to_markdown
-from sage_core.selection import Plan
+from sage_core.selection import Plan, Verdict
 from sage_core.session import Session
 from tests.unit.conftest import (
     CPU,
@@ -37,6 +38,13 @@ def report_of(comfy, prompt_id="prompt", after=True):
 def comfy_with(model=None, backend=None, **policy):
     session = make_session(backend or fake_backend())
     return FakeComfy(make_dispatcher(session=session, host_context=lambda: ("prompt", "3"), **policy), model)
+
+
+def three_blocks(attention, transformer_options):
+    """One forward of a model with an attention call in each of three blocks."""
+    for number in range(3):
+        block = {"block_type": "double", "block_index": number}
+        attention(*comfy_arguments()[0], transformer_options={**transformer_options, **block})
 
 
 def headline(comfy):
@@ -188,9 +196,42 @@ def test_skip_blocks_on_a_model_without_blocks_is_told_to_have_no_effect():
     )
     nameless.sample()
     assert headline(nameless)[1:] == ["skip_blocks has no effect: this model does not report its blocks."]
-    named = comfy_with(skip_blocks=frozenset({0}))
-    named.sample()
-    assert len(headline(named)) == 1
+
+
+@pytest.mark.parametrize(
+    ("skipped", "line"),
+    [
+        ({0}, None),
+        ({0, 2}, None),
+        ({1, 3}, "skip_blocks names 3, which this model does not have: its last block is number 2."),
+        (
+            {2, 3, 4, 9, 11, 12},
+            "skip_blocks names 3-4, 9, 11-12, which this model does not have: its last block is number 2.",
+        ),
+    ],
+)
+def test_blocks_that_the_model_does_not_have_are_told(skipped, line):
+    comfy = comfy_with(three_blocks, skip_blocks=frozenset(skipped))
+    comfy.sample()
+    assert headline(comfy)[1:] == ([] if line is None else [line])
+
+
+@pytest.mark.parametrize(
+    ("plan_ms", "end"),
+    [
+        (9.9, "(x1.010)."),
+        (9.97, "Not faster by more than noise."),
+        (10.04, "Not faster by more than noise."),
+        (10.06, "Slower than native."),
+        (14.0, "Slower than native."),
+    ],
+)
+def test_a_comparison_says_whether_the_plan_is_faster_the_same_or_slower(plan_ms, end):
+    comfy = comfy_with()
+    comfy.sample()
+    comparison = Comparison(native_ms=10.0, plan_ms=plan_ms, relative_l2=None, cosine=None, psnr=None)
+    comfy.dispatcher.stats._runs[-1].compared("key", comparison, remembered=False)
+    assert headline(comfy)[1].endswith(end)
 
 
 # -- Markdown
@@ -208,7 +249,7 @@ def test_a_pipe_or_a_line_break_in_a_text_stays_in_its_cell():
     run.note("a | b\nc")
     run.record([Plan("native", make_spec(), "odd | block")])
     markdown = to_markdown(report_of(comfy))
-    assert table_rows(markdown, "What happened") == [["0", "a & b c"]]
+    assert table_rows(markdown, "What happened") == [["-", "a & b c"]]
     assert table_rows(markdown, "Sites")[0][1] == "0: odd & block"
 
 
@@ -271,5 +312,44 @@ def test_the_settings_are_given_as_the_node_names_them():
     comfy = comfy_with(smooth_k="off", start_percent=0.25, allow_hub_download=True)
     assert (
         f"Settings: kernel {KERNEL}, smooth_k off, start_percent 0.25, end_percent 1.0, skip_blocks none, "
-        "if_unavailable use native, allow_hub_download true"
+        "if_unavailable use native, allow_hub_download true, tolerance off, compare_with_native never\n"
     ) in to_markdown(report_of(comfy))
+
+
+@pytest.mark.parametrize(("tolerance", "words"), [(0.10, "normal (0.10)"), (0.05, "strict (0.05)"), (None, "off")])
+def test_the_tolerance_is_in_the_words_of_the_widget(tolerance, words):
+    comfy = comfy_with(tolerance=tolerance)
+    assert f"tolerance {words}," in to_markdown(report_of(comfy))
+    assert report_of(comfy)["policy"]["tolerance"] == tolerance
+
+
+def test_names_are_no_markup_when_the_report_is_pasted():
+    """What a browser or an issue shows of it is the text itself; kernels keep their plain names."""
+    odd = "<img src=x> [a](b) `c` *d* _e_ f__g ~~h~~ &lt; i\\j k|l smooth_k"
+    escaped = r"\<img src=x> \[a](b) \`c\` \*d\* \_e\_ f\_\_g \~\~h\~\~ \&lt; i\\j k\|l smooth_k"
+    comfy = comfy_with()
+    run = comfy.dispatcher.stats.open("prompt", odd, odd)
+    run.note(odd)
+    run.replaced_by = odd
+    run.record([Plan("native", make_spec(), odd)])
+    comfy.dispatcher.session.retire(KERNEL, CPU, Refusal(RefusalCode.KERNEL_ERROR, odd))
+    markdown = to_markdown(report_of(comfy))
+    assert odd not in markdown
+    # the note; model and node in the heading; the bold line; the event and the site
+    assert markdown.count(escaped) == 6
+
+
+def test_no_folder_of_the_machine_is_in_a_report():
+    comfy = comfy_with()
+    run = comfy.dispatcher.stats.open("prompt", "3", "Model")
+    path = "/home/ann/ComfyUI/lib/kernel.so"
+    run.note(f"cannot open {path}")
+    run.replaced_by = "/home/ann/ComfyUI/custom_nodes/Pack.nodes.patch"
+    refusal = Refusal(RefusalCode.BUILD, f"{path}: undefined symbol")
+    run.record([Plan("native", make_spec(), None, (Verdict("a", (refusal,)),))])
+    comfy.dispatcher.session.retire(KERNEL, CPU, Refusal(RefusalCode.KERNEL_ERROR, f"{path} broke"))
+    report = report_of(comfy)
+    text = json.dumps(report) + to_markdown(report)
+    assert "/home" not in text
+    for shortened in ("cannot open kernel.so", "kernel.so: undefined symbol", "kernel.so broke", "Pack.nodes.patch"):
+        assert shortened in text

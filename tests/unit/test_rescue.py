@@ -71,7 +71,7 @@ def test_a_broken_forward_is_natives_and_only_the_guilty_site_leaves(tolerance, 
     assert kernels_of(run, 1) == {"a": 3, NATIVE: 2}
     assert (run["forwards"], run["calls"]) == (5, 15)
     (event,) = run["events"]
-    assert event["step"] == 2
+    assert event["step"] == 3
     assert "a left 1 sites" in event["text"]
     assert len([record for record in caplog.records if "not finite" in record.getMessage()]) == 1
     comfy.sample(STEPS)

@@ -21,16 +21,19 @@ NODES = [path for path in SHIPPED if path.is_relative_to(ROOT / "nodes")]
 
 WITHOUT_TORCH = {
     *("refusal", "spec", "policy", "support", "selection", "stats", "report", "environment"),
-    *("backends.base", "backends.binding", "backends.starting_order"),
+    *("status", "live", "paths", "same_origin", "backends.base", "backends.binding", "backends.starting_order"),
 }
 """Files of sage_core that are plain data and decisions, and load without torch."""
 SHARED_BY_BACKENDS = {"base", "binding"}
 ALLOWED_IN_NODES = {"comfy_api"}
+ALLOWED_IN_ROUTES = {"aiohttp"}
 ALLOWED_IN_HOST = {"comfy_api", "comfy_execution", "comfyui_version", "folder_paths"}
 NETWORK_AND_PROCESSES = {
     *("subprocess", "multiprocessing", "pty", "socket", "ssl", "select", "asyncio", "http", "urllib", "ftplib"),
     *("smtplib", "requests", "httpx", "aiohttp", "webbrowser"),
 }
+ANSWERING = {"asyncio.to_thread", "web.Request", "web.Response", "web.RouteTableDef", "web.json_response"}
+"""All that the routes use of aiohttp and asyncio: they answer ComfyUI's own server and open nothing."""
 
 
 def named(path: Path) -> str:
@@ -134,7 +137,7 @@ def test_only_the_package_itself_imports_the_dispatcher(path):
 
 @ids(NODES)
 def test_nodes_import_public_names_of_the_core_and_the_node_api(path):
-    allowed = ALLOWED_IN_HOST if path.name == "host.py" else ALLOWED_IN_NODES
+    allowed = {"host.py": ALLOWED_IN_HOST, "routes.py": ALLOWED_IN_ROUTES}.get(path.name, ALLOWED_IN_NODES)
     for entry in imports(path):
         if entry.module == "..sage_core":
             assert set(entry.names) <= set(sage_core.__all__)
@@ -155,7 +158,13 @@ def test_the_entry_point_imports_nothing_before_comfyui_calls_it():
 
 @ids(SHIPPED)
 def test_no_file_opens_a_connection_or_starts_a_process(path):
-    assert not {entry.package for entry in imports(path)} & NETWORK_AND_PROCESSES
+    used = {entry.package for entry in imports(path)} & NETWORK_AND_PROCESSES
+    if path.name == "routes.py":
+        assert used == {"asyncio", "aiohttp"}
+        of_both = {ast.unparse(node) for node in ast.walk(parse(path)) if isinstance(node, ast.Attribute)}
+        assert {name for name in of_both if name.startswith(("asyncio.", "web."))} == ANSWERING
+    else:
+        assert not used
     calls = {ast.unparse(node.func) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)}
     assert not {call for call in calls if re.fullmatch(r"os\.(system|popen|exec\w+|spawn\w+|fork\w*)|exec|eval", call)}
 

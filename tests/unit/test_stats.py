@@ -54,12 +54,12 @@ def test_a_run_as_json_has_every_field_of_the_schema():
         {"kernel": "native", "calls": 3, "share": 0.6},
         {"kernel": "a", "calls": 2, "share": 0.4},
     ]
-    assert written["events"] == [{"step": 2, "text": "something happened"}]
+    assert written["events"] == [{"step": 3, "text": "something happened"}]
     assert written["override_replaced_by"] is None
     assert written["seconds"] >= 0
     assert written["started"] > 1.7e9
     assert set(written) == {
-        *("id", "uid", "prompt_id", "node_id", "apply_node_id", "vram_peak_mib"),
+        *("id", "uid", "prompt_id", "node_id", "apply_node_id", "vram_peak_mib", "summary"),
         *("model", "started", "seconds", "status", "steps", "total_steps", "forwards"),
         *("calls", "calls_by_kernel", "refusals", "shapes", "sites", "events", "override_replaced_by"),
         *("rescued_forwards", "comparison_calls", "comparisons"),
@@ -131,6 +131,19 @@ def test_a_run_without_a_call_is_empty_and_no_error():
     assert run.snapshot()["seconds"] is None
     assert run.summary() == "0 attention calls in 2 forwards: none was offered"
     assert make_run([SERVED, REFUSED, SERVED]).summary() == "3 attention calls in 1 forwards: a 2, native 1"
+
+
+def test_events_count_steps_from_one_as_the_run_does():
+    run = make_run()
+    run.note("before the sampler")
+    run.total_steps = 3
+    for done in range(4):
+        run.step = done
+        run.note(f"{done} done")
+    snapshot = run.snapshot()
+    # a sampler may go on after the last step is done
+    assert [event["step"] for event in snapshot["events"]] == [None, 1, 2, 3, 3]
+    assert snapshot["steps"] == snapshot["total_steps"] == 3
 
 
 def test_events_are_bounded_and_the_last_ones_stay():
