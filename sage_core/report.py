@@ -128,7 +128,7 @@ def _comparison_line(comparison: dict[str, Any]) -> str:
     line += ", measured in an earlier run" if comparison["remembered"] else ""
     if comparison["faster"]:
         return f"{line}."
-    slower = comparison["native_ms"] < comparison["plan_ms"] * (1 - NOISE)
+    slower = comparison["native_ms"] < comparison["plan_ms"] * (1 - max(NOISE, comparison["noise"]))
     return f"{line}. " + ("Slower than native." if slower else "Not faster by more than noise.")
 
 

@@ -217,19 +217,21 @@ def test_blocks_that_the_model_does_not_have_are_told(skipped, line):
 
 
 @pytest.mark.parametrize(
-    ("plan_ms", "end"),
+    ("plan_ms", "noise", "end"),
     [
-        (9.9, "(x1.010)."),
-        (9.97, "Not faster by more than noise."),
-        (10.04, "Not faster by more than noise."),
-        (10.06, "Slower than native."),
-        (14.0, "Slower than native."),
+        (9.9, 0.0, "(x1.010)."),
+        (9.97, 0.0, "Not faster by more than noise."),
+        (10.04, 0.0, "Not faster by more than noise."),
+        (10.06, 0.0, "Slower than native."),
+        (14.0, 0.02, "Slower than native."),
+        (10.06, 0.02, "Not faster by more than noise."),
+        (9.9, 0.02, "Not faster by more than noise."),
     ],
 )
-def test_a_comparison_says_whether_the_plan_is_faster_the_same_or_slower(plan_ms, end):
+def test_a_comparison_says_whether_the_plan_is_faster_the_same_or_slower(plan_ms, noise, end):
     comfy = comfy_with()
     comfy.sample()
-    comparison = Comparison(native_ms=10.0, plan_ms=plan_ms, relative_l2=None, cosine=None, psnr=None)
+    comparison = Comparison(native_ms=10.0, plan_ms=plan_ms, noise=noise, relative_l2=None, cosine=None, psnr=None)
     comfy.dispatcher.stats._runs[-1].compared("key", comparison, remembered=False)
     assert headline(comfy)[1].endswith(end)
 

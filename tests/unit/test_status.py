@@ -54,6 +54,7 @@ def test_while_kernels_serve_and_while_native_does() -> None:
     ("code", "text"),
     [
         (RefusalCode.KERNEL_ERROR, "x raised an error and is out"),
+        (RefusalCode.FILE_ERROR, "a file error kept x from some calls"),
         (RefusalCode.OUT_OF_MEMORY, "out of memory, the rest is native"),
         (RefusalCode.ACCURACY, "x is too inaccurate at some sites"),
         (RefusalCode.NOT_FINITE, "NaN or Inf at some sites"),
@@ -76,7 +77,7 @@ def test_a_rescue_is_told() -> None:
 
 def test_the_summary_has_kernel_share_gain_worst_error_and_refusals() -> None:
     run = run_of([A, A, B, plan("native", a=RefusalCode.HEAD_DIM, b=RefusalCode.ATTN_MASK)])
-    run.compared("size", Comparison(13.1, 10.0, None, None, None), remembered=False)
+    run.compared("size", Comparison(13.1, 10.0, 0.0, None, None, None), remembered=False)
     assert ended(run) == (
         "a served 50.0%, b served 25.0% of 4 calls; x1.31 against native; worst error 0.040; 2 refusals"
     )
@@ -84,8 +85,8 @@ def test_the_summary_has_kernel_share_gain_worst_error_and_refusals() -> None:
 
 def test_several_comparisons_give_a_range_and_a_later_check_the_worst_error() -> None:
     run = run_of([A])
-    run.compared("small", Comparison(9.0, 10.0, None, None, None), remembered=True)
-    run.compared("large", Comparison(14.0, 10.0, None, None, None), remembered=True)
+    run.compared("small", Comparison(9.0, 10.0, 0.0, None, None, None), remembered=True)
+    run.compared("large", Comparison(14.0, 10.0, 0.0, None, None, None), remembered=True)
     run.record_accuracy(0, A, SiteAccuracy(0.1, 0.3, 0.9))
     assert ended(run) == "a served 100.0% of 1 call; x0.90 to x1.40 against native; worst error 0.300"
     run.record_accuracy(0, A, SiteAccuracy(float("nan"), float("nan"), 0.9))
