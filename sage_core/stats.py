@@ -86,7 +86,7 @@ class Run:
         """The largest error that the checks in the middle of the run found, with the step."""
         self._calls: Counter[tuple[int, Plan]] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
-        self._looked_at: set[Plan] = set()
+        self._looked_at: set[tuple[int, Plan]] = set()
         self._troubles: dict[tuple[str, str], None] = {}
         self._lock = threading.Lock()
 
@@ -188,17 +188,20 @@ class Run:
         """
         with self._lock:
             calls = dict(self._calls)
-        by_plan = _by_plan(calls)
-        for plan in by_plan.keys() - self._looked_at:
-            found = ((kernel, refusal.code.value) for kernel, refusal in plan.reasons())
+        by_kernel: dict[str, int] = {}
+        for (_, plan), number in calls.items():
+            by_kernel[plan.kernel] = by_kernel.get(plan.kernel, 0) + number
+        for place in calls.keys() - self._looked_at:
+            found = ((kernel, refusal.code.value) for kernel, refusal in place[1].reasons())
             self._troubles.update(dict.fromkeys(trouble for trouble in found if trouble[1] in TROUBLES))
-        self._looked_at = set(by_plan)
+        self._looked_at.update(calls)
+        total = sum(by_kernel.values())
         progress = {
             "status": "running",
             "steps": self.step,
             "total_steps": self.total_steps,
-            "calls": by_plan.total(),
-            "calls_by_kernel": _calls_by_kernel(by_plan, by_plan.total()),
+            "calls": total,
+            "calls_by_kernel": _shares(Counter(by_kernel), total),
             "refusals": [{"kernel": kernel, "code": code} for kernel, code in list(self._troubles)],
             "rescued_forwards": self.rescued,
         }
@@ -228,7 +231,7 @@ class Run:
             "total_steps": self.total_steps,
             "forwards": forwards,
             "calls": total,
-            "calls_by_kernel": _calls_by_kernel(by_plan, total),
+            "calls_by_kernel": _shares(_by_kernel(by_plan), total),
             "refusals": _refusals(by_plan),
             "shapes": _shapes(by_plan),
             "sites": _sites(calls, worst),
@@ -256,10 +259,10 @@ def _by_kernel(by_plan: Counter[Plan]) -> Counter[str]:
     return by_kernel
 
 
-def _calls_by_kernel(by_plan: Counter[Plan], total: int) -> list[dict[str, Any]]:
+def _shares(by_kernel: Counter[str], total: int) -> list[dict[str, Any]]:
     return [
         {"kernel": kernel, "calls": number, "share": round(number / total, 6)}
-        for kernel, number in _by_kernel(by_plan).most_common()
+        for kernel, number in by_kernel.most_common()
     ]
 
 
