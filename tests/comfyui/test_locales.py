@@ -1,0 +1,39 @@
+"""The English texts are those of the nodes, and ComfyUI serves every language."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from comfyui_server import ROOT, Server
+
+NODES = ("ApplySageAttention", "AttentionBackendReport")
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_english_texts_are_those_of_the_node(server: Server, node: str) -> None:
+    """They take the place of the node's own, so a changed tooltip has to change here as well."""
+    info = server.get(f"/object_info/{node}")[node]
+    inputs = {name: spec for kind in ("required", "optional") for name, spec in info["input"].get(kind, {}).items()}
+    assert texts("en", "nodeDefs")[node] == {
+        "display_name": info["display_name"],
+        "description": info["description"],
+        "inputs": {name: {"name": name, "tooltip": options["tooltip"]} for name, (_, options) in inputs.items()},
+        "outputs": {str(number): {"name": name} for number, name in enumerate(info["output_name"])},
+    }
+    assert set(texts("en", "nodeDefs")) == set(NODES)
+
+
+def test_every_language_is_served(server: Server) -> None:
+    served = server.get("/i18n")
+    languages = [path.name for path in (ROOT / "locales").iterdir()]
+    assert languages
+    for language in languages:
+        for file in ("nodeDefs", "settings", "commands"):
+            assert texts(language, file).items() <= served[language][file].items()
+
+
+def texts(language: str, file: str) -> Any:
+    return json.loads((ROOT / "locales" / language / f"{file}.json").read_text(encoding="utf-8"))
