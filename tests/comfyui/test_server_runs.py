@@ -67,11 +67,11 @@ def test_a_page_is_told_at_most_twice_a_second_how_a_run_goes_and_the_last_word_
     assert len(told) <= 2 * (times[-1] - times[0]) + 1.5
     steps = [status["steps"] for status in told]
     assert steps == sorted(steps)
-    assert 0 < steps[0] < steps[-1] == 150
+    assert steps[0] < steps[-2] <= steps[-1] == 150
     for status in told:
         assert (status["apply_node_id"], status["node_id"], status["workflow_id"]) == (APPLY, SAMPLER, "the-workflow")
     assert all(re.match(r"Step \d+ of 150: ", status["summary"]) for status in told[:-1])
-    assert told[1]["summary"].split(": ")[1].startswith("int8_reference serves 100.0% of ")
+    assert told[-2]["summary"].split(": ")[1].startswith("int8_reference serves 100.0% of ")
     last = told[-1]
     assert last["status"] == "finished"
     assert re.match(
