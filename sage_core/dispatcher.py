@@ -37,6 +37,9 @@ OVERRIDE = "optimized_attention_override"
 """Where ComfyUI looks for an attention override among the transformer_options."""
 OWN_KEY = "sagescope"
 """The key of our wrappers and of the dispatcher among a model's attachments."""
+MAX_KEYS = 1_000
+"""Kinds of forwards whose keys are kept; sizes and conditions in a queue are fewer."""
+
 HostContext = Callable[[], tuple["str | None", "str | None"]]
 """Asks ComfyUI for (prompt_id, node_id) of the node that is being executed."""
 
@@ -70,6 +73,7 @@ class Dispatcher:
         self._threads = threading.local()
         self._run: Run | None = None
         self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+        self._keys: dict[tuple[Any, ...], str] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """Itself: old ComfyUI copies model options deeply, and the copies must go on counting in one place."""
@@ -251,17 +255,18 @@ class Dispatcher:
         override = options.get(OVERRIDE)
         if override != self.attend and run.replaced_by is None:
             run.replaced_by = describe_function(override)
-        reason = self._whole_forward_refusal(run, t)
+        outside = self._whole_forward_refusal(run, t)
         # all inputs but the options, whose schedule has a length of its own
         named = [value for name, value in kwargs.items() if name != "transformer_options"]
         key = self._forward_key(executor, t.device, [x, *args[:3], *args[4:], *named], options)
-        if reason is None and (self.policy.compare_with_native != "every run" or run.comparison_of(key) is not None):
-            reason = self._review.not_faster(key)
         in_the_way = run.obstacle or obstacle(options, OWN_KEY)
-        silent = run.silent_plans(key, reason) if in_the_way is None else None
+        silent = run.silent_plans(key, outside) if in_the_way is None else None
         if silent is not None and override == self.attend:
             run.record(silent)
             return self._run_without_override(executor, x, t, args, kwargs, options)
+        reason = outside
+        if reason is None and (self.policy.compare_with_native != "every run" or run.comparison_of(key) is not None):
+            reason = self._review.not_faster(key)
 
         random = RandomState(t.device)
 
@@ -295,7 +300,7 @@ class Dispatcher:
             # without a call, or where another node may leave calls out, the next forward can be a different one
             lasting = all(plan.once is None for plan in forward.plans)
             if forward.plans and lasting and in_the_way is None:
-                run.silence(key, reason, forward.plans)
+                run.silence(key, outside, forward.plans)
         elif self._review.settled(run) == before and self._review.compares(run, key, in_the_way, output):
             output = self._review.compare(forward, key, run_bare, run_forward, waiter(t), output)
         return output
@@ -318,10 +323,16 @@ class Dispatcher:
         model = self._models.get(network) if network is not None else ""
         if model is None:
             model = self._models[network] = _describe_model(network)
-        sizes = [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors_of(inputs)]
-        native = "" if self.previous is None else f" over {describe_function(self.previous)}"
-        chosen = f"{self.policy.plan_key()}{native} {sorted(options.get('patches') or ())}"
-        return f"{self.session.device_name(device)}: {model} {sizes} {chosen}"
+        sizes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(inputs))
+        alike = (device, model, sizes, tuple(sorted(options.get("patches") or ())))
+        if alike not in self._keys:  # a text takes longer to write than a native forward may cost
+            if len(self._keys) >= MAX_KEYS:
+                self._keys.clear()
+            described = [(tuple(shape), str(dtype)) for shape, dtype in sizes]
+            native = "" if self.previous is None else f" over {describe_function(self.previous)}"
+            chosen = f"{self.policy.plan_key()}{native} {list(alike[-1])}"
+            self._keys[alike] = f"{self.session.device_name(device)}: {model} {described} {chosen}"
+        return self._keys[alike]
 
     def _whole_forward_refusal(self, run: Run, t: torch.Tensor) -> Refusal | None:
         if run.exact_from_now_on is not None:
