@@ -85,7 +85,7 @@ def prompt(text: str, title: str) -> Node:
 
 def apply(model: str, title: str = "") -> Node:
     # as tall as it is drawn as a Vue node, so that one below it is not covered
-    return Node("ApplySageAttention", links={"model": (model, 0)}, title=title, size=(0, 320))
+    return Node("ApplySageAttention", links={"model": (model, 0)}, title=title, size=(0, 380))
 
 
 def report(model: str, after: str, title: str = "", height: int = 560) -> Node:
@@ -106,7 +106,7 @@ def picture(vae: tuple[str, int]) -> Column:
 
 
 WHO_SERVED = (
-    "**The bold lines**: which kernel served how many calls, and what one model call takes with kernels and natively. "
+    "**At the top**: which kernel served how many calls, and what one model call takes with kernels and natively. "
     "The first run takes longer: kernels are measured, checked and compared."
 )
 NATIVE_IS_FINE = "**Why not**: the reason for each kernel that did not serve. *Native* is ComfyUI's own attention."
@@ -227,7 +227,7 @@ def qwen_image() -> Example:
     vae = files("vae", f"{QWEN}/vae/qwen_image_vae.safetensors")
     looks = (
         WHO_SERVED,
-        "**Sites**, the column *worst head's error*: each place in the model is checked on its own tensors. Where a "
+        "**Sites**: each place in the model is checked on its own tensors. Where a "
         "quantized kernel is beyond `tolerance`, another kernel or native attention serves that place.",
         NATIVE_IS_FINE,
     )
@@ -262,7 +262,7 @@ def sdxl() -> Example:
     looks = (
         WHO_SERVED,
         "At this size the calls are short, so `auto` may well keep them native. That is a result, not a failure. "
-        "**Why not** says it, and **Measured for one call** has the times.",
+        "**Why not** says it.",
         "A larger picture gives kernels more to do.",
     )
     inputs = {
