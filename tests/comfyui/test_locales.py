@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from comfyui_server import ROOT, Server
+from comfyui_server import OPEN, ROOT, Server
 
 NODES = ("ApplySageAttention", "AttentionBackendReport")
 
@@ -33,6 +33,16 @@ def test_every_language_is_served(server: Server) -> None:
     for language in languages:
         for file in ("nodeDefs", "settings", "commands"):
             assert texts(language, file).items() <= served[language][file].items()
+
+
+def test_help_pages_and_pictures_are_served(server: Server) -> None:
+    docs = ROOT / "web" / "docs"
+    files = [path for path in docs.rglob("*.*") if path.is_file()]
+    assert len(files) >= 2 * (1 + 2 + 1)
+    for path in files:
+        address = f"{server.address}/extensions/ComfyUI-SageScope/docs/{path.relative_to(docs).as_posix()}"
+        with OPEN(address, timeout=30) as response:
+            assert response.read() == path.read_bytes()
 
 
 def texts(language: str, file: str) -> Any:
