@@ -506,3 +506,27 @@ def out_of_memory(step: int, site: int) -> dict[str, Any]:
             "runs": given["runs"],
             "retired": given["environment"]["retired"],
         }
+
+
+# -- files that are missing
+
+
+def flaky(failing: list[list[int]]) -> dict[str, Any]:
+    """A kernel with native's bits that raises a file error at these (step, site) of its first run; twice."""
+
+    def fail(where: Bench, output: torch.Tensor) -> torch.Tensor:
+        if where.run == 0 and [where.step, where.site] in failing:
+            raise FileNotFoundError(2, "No such file or directory", "kernel.json")
+        return output
+
+    with bench("wan") as made:
+        made.add("flaky", change=fail, int8=False)
+        patched = made.patched("flaky", tolerance=None)
+        latents = [digest(made.sample(patched, steps=4)) for _ in range(2)]
+        given = report(patched)
+        return {
+            "latents": latents,
+            "native": digest(made.sample(steps=4)),
+            "runs": given["runs"],
+            "retired": [entry["kernel"] for entry in given["environment"]["retired"]],
+        }

@@ -333,3 +333,26 @@ def test_out_of_memory_in_the_middle_of_a_run_is_native_from_there_until_the_nex
     assert [event["step"] for event in first["events"]] == [2]
     assert second["events"] == []
     assert facts["retired"] == []
+
+
+# -- files that are missing
+
+
+@pytest.mark.parametrize(
+    ("failing", "served", "retired"),
+    [
+        ([[1, 1], [1, 2]], 14, False),
+        ([[1, 1], [1, 2], [2, 0], [2, 1]], 12, False),
+        ([[1, 1], [1, 2], [1, 3]], 5, True),
+    ],
+)
+def test_a_file_error_costs_its_call_and_three_in_a_row_the_kernel(
+    host: Host, failing: list[list[int]], served: int, retired: bool
+) -> None:
+    facts = host.run("scenarios_quality:flaky", failing=failing)
+    assert facts["latents"] == [facts["native"]] * 2
+    first, second = facts["runs"]
+    assert kernels(first) == {"flaky": served, NATIVE: 16 - served}
+    assert kernels(second) == ({NATIVE: 16} if retired else {"flaky": 16})
+    assert set(codes(first)) == {"file_error"}
+    assert facts["retired"] == ["flaky"] * retired
