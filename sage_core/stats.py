@@ -15,7 +15,7 @@ from .checking import SiteAccuracy
 from .comparing import Comparison
 from .memory import PeakMemory
 from .refusal import Refusal
-from .status import TROUBLES, status_line
+from .status import status_line
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,8 @@ class Run:
         self._calls: Counter[tuple[int, Plan]] = Counter()
         self._events: deque[dict[str, Any]] = deque(maxlen=MAX_EVENTS)
         self._looked_at: set[tuple[int, Plan]] = set()
-        self._troubles: dict[tuple[str, str], None] = {}
+        self._refused: dict[tuple[str, str], None] = {}
+        """Kernel and code of each refusal in a plan that was looked at."""
         self._lock = threading.Lock()
 
     def record(self, plans: Iterable[Plan], extra: bool = False) -> None:
@@ -184,7 +185,7 @@ class Run:
     def progress_line(self) -> str:
         """The line on how the run is going, cheap enough to be asked for while it is sampled.
 
-        Each plan is looked at once for what it says of troubles.
+        Each plan is looked at once for its refusals.
         """
         with self._lock:
             calls = dict(self._calls)
@@ -193,7 +194,7 @@ class Run:
             by_kernel[plan.kernel] = by_kernel.get(plan.kernel, 0) + number
         for place in calls.keys() - self._looked_at:
             found = ((kernel, refusal.code.value) for kernel, refusal in place[1].reasons())
-            self._troubles.update(dict.fromkeys(trouble for trouble in found if trouble[1] in TROUBLES))
+            self._refused.update(dict.fromkeys(found))
         self._looked_at.update(calls)
         total = sum(by_kernel.values())
         progress = {
@@ -202,7 +203,7 @@ class Run:
             "total_steps": self.total_steps,
             "calls": total,
             "calls_by_kernel": _shares(Counter(by_kernel), total),
-            "refusals": [{"kernel": kernel, "code": code} for kernel, code in list(self._troubles)],
+            "refusals": [{"kernel": kernel, "code": code} for kernel, code in list(self._refused)],
             "rescued_forwards": self.rescued,
         }
         return status_line(progress)

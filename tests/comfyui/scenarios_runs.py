@@ -223,3 +223,15 @@ def outside_a_run(model_call: bool) -> dict[str, Any]:
         tiny.sample(patched)
     distances.append(distance(call(dict(options)), call({})))
     return {"distances": distances, "runs": report(patched)["runs"]}
+
+
+def forgotten_measurements() -> list[list[int]]:
+    """The plans that served each of three runs of one patched model; all is forgotten before the third."""
+    tiny, host = tiny_models.wan(), inside.pack_module("nodes.host")
+    patched = apply(tiny.model, kernel="int8_reference")
+    stats = host.dispatcher_of(patched).stats
+    for run in range(3):
+        if run == 2:
+            host.forget_measurements()
+        tiny.sample(patched)
+    return [sorted({id(plan) for _, plan in run._calls}) for run in stats._runs]

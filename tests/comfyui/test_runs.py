@@ -179,3 +179,9 @@ def test_calls_outside_a_sampler_are_served_and_counted_in_a_run_of_their_own(ho
     sampled = [run for run in facts["runs"] if run not in outside]
     assert sum(run["calls"] for run in outside) == 3 * (4 if model_call else 1)
     assert [run["calls"] for run in sampled] == [12, 12]
+
+
+def test_what_was_measured_is_forgotten_in_the_plans_of_patched_models_too(host: Host) -> None:
+    first, second, third = host.run("scenarios_runs:forgotten_measurements")
+    assert first == second
+    assert not set(second) & set(third)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -154,17 +153,27 @@ def test_the_last_runs_are_kept_newest_first(followed: Followed) -> None:
     assert (found.run, found.about) == (runs[-1], ABOUT)
 
 
-def test_a_run_that_ends_while_it_is_looked_at_is_told_of_once_more(
-    followed: Followed, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = followed.add(a_run())
+class EndsWhileLookedAt(Run):
+    """Ends between the question whether it has and the next one."""
+
+    is_looked_at = False
+
+    @property
+    def started(self) -> float:
+        if self.is_looked_at:
+            self.is_looked_at = False
+            self.close("finished")
+        return 0.0
+
+    @started.setter
+    def started(self, _: float) -> None:
+        """It is set when the run is made."""
+
+
+def test_a_run_that_ends_while_it_is_looked_at_is_told_of_once_more(followed: Followed) -> None:
+    run = EndsWhileLookedAt(1, "prompt", "3", "Flux", "5")
+    followed.add(run)
     followed.clock.wait_until_asleep()
-    line: Callable[[], str] = run.progress_line
-
-    def ends_meanwhile() -> str:
-        run.close("finished")
-        return line()
-
-    monkeypatch.setattr(run, "progress_line", ends_meanwhile)
+    run.is_looked_at = True
     assert [event["status"] for event in followed.tick()] == ["running"]
     assert [event["status"] for event in followed.last_tick()] == ["finished"]
