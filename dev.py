@@ -11,6 +11,7 @@ import itertools
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tarfile
@@ -277,6 +278,7 @@ def run(command: list[str | Path], advice: str) -> None:
 def call(command: list[str | Path]) -> int:
     # Reports hold characters that a Windows console's own code page lacks.
     process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env={**os.environ, "PYTHONUTF8": "1"})
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:
             return process.wait()

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import socket
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
-from comfyui_server import PromptFailed, Server, ServerFailed
+from comfyui_server import ROOT, PromptFailed, Server, ServerFailed
+
+sys.path.insert(0, str(ROOT))
+
+from sage_core import KERNEL_CHOICES
 
 NATIVE = "native (observe only)"
 MODEL = "tiny-wan.safetensors"
@@ -22,24 +29,42 @@ APPLY, SAMPLER, REPORT, SAVE = "5", "6", "7", "8"
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("comfyui", type=Path)
-    parser.add_argument("--kernel", default="int8_reference")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--kernel", default="int8_reference", choices=KERNEL_CHOICES)
+    parser.add_argument("--port", type=free_port, default=0)
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with this process
     cpu = not torch.cuda.is_available()
-    print(f"Starting ComfyUI on the {'CPU' if cpu else 'GPU'}", flush=True)
     started = time.monotonic()
     try:
+        print(f"Starting ComfyUI on the {'CPU' if cpu else 'GPU'}", flush=True)
         with Server(options.comfyui, cpu=cpu, port=options.port) as server:
             print(f"ComfyUI answers at {server.address} after {time.monotonic() - started:.1f} s", flush=True)
             code = compare(server, options.kernel)
             if options.keep:
                 print(f"\nOpen {server.address} in a browser; Ctrl+C ends the server.", flush=True)
-                wait_for_interrupt()
+                with suppress(KeyboardInterrupt):
+                    while True:
+                        time.sleep(1)
+                print("Ended")
     except (ServerFailed, PromptFailed) as failure:
         print(f"The demo failed: {failure}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("Ended before it was done", file=sys.stderr)
+        return 130
     return code
+
+
+def free_port(text: str) -> int:
+    """A port that nothing listens on; 0 stands for any."""
+    port = int(text)
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError) as error:
+            raise argparse.ArgumentTypeError(f"{port} cannot be used: {error}") from error
+    return port
 
 
 def compare(server: Server, kernel: str) -> int:
@@ -128,14 +153,6 @@ def found_wrong(report: dict[str, Any], kernel: str) -> Iterator[str]:
         yield f"{kernel}: calls by kernel are {served}, which is not the {shown[0]['calls']} calls made"
     if kernel != "auto" and not served.get(kernel):
         yield f"{kernel} served no call; the report above says why"
-
-
-def wait_for_interrupt() -> None:
-    try:
-        while True:
-            time.sleep(1)
-    except KeyboardInterrupt:
-        print("Ended")
 
 
 if __name__ == "__main__":
