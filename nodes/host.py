@@ -67,10 +67,11 @@ def _workflow_of(prompt_id: str | None) -> str | None:
     running = server()
     if prompt_id is None or running is None:
         return None
-    for _, running_id, _, extra_data, *_ in running.prompt_queue.get_current_queue_volatile()[0]:
-        if running_id == prompt_id:
-            workflow = (extra_data.get("extra_pnginfo") or {}).get("workflow") or {}
-            return None if workflow.get("id") is None else str(workflow["id"])
+    # a ComfyUI that keeps its queue in another way costs the line on the node, and not the run that starts here
+    with suppress(AttributeError, LookupError, TypeError, ValueError):
+        for _, running_id, _, extra_data, *_ in running.prompt_queue.get_current_queue_volatile()[0]:
+            if running_id == prompt_id:
+                return str(extra_data["extra_pnginfo"]["workflow"]["id"])
     return None
 
 

@@ -13,7 +13,7 @@ MAX_NAMED = 2
 ENDINGS = {"interrupted": "Interrupted", "error": "Stopped by an error"}
 """How a run that did not finish is called, by its status."""
 TROUBLES = {
-    RefusalCode.KERNEL_ERROR.value: "{} raised an error and is out",
+    RefusalCode.KERNEL_ERROR.value: "{} failed and is out",
     RefusalCode.FILE_ERROR.value: "a file error kept {} from some calls",
     RefusalCode.OUT_OF_MEMORY.value: "out of memory, the rest is native",
     RefusalCode.ACCURACY.value: "{} is too inaccurate at some sites",

@@ -53,7 +53,7 @@ def test_while_kernels_serve_and_while_native_does() -> None:
 @pytest.mark.parametrize(
     ("code", "text"),
     [
-        (RefusalCode.KERNEL_ERROR, "x raised an error and is out"),
+        (RefusalCode.KERNEL_ERROR, "x failed and is out"),
         (RefusalCode.FILE_ERROR, "a file error kept x from some calls"),
         (RefusalCode.OUT_OF_MEMORY, "out of memory, the rest is native"),
         (RefusalCode.ACCURACY, "x is too inaccurate at some sites"),
