@@ -75,13 +75,6 @@ def _workflow_of(prompt_id: str | None) -> str | None:
     return None
 
 
-def forget_measurements() -> bool:
-    """Forget what was measured, also in the plans of models that are patched now; True when the disk has forgotten."""
-    forgotten = SESSION.measurements.forget()
-    SESSION.generation += 1
-    return forgotten
-
-
 def dispatcher_of(model: Any) -> Dispatcher | None:
     """The Dispatcher that an Apply SageAttention node upstream put on the model."""
     return model.get_attachment(OWN_KEY)

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from ..sage_core import HOMEPAGE, SCHEMA, __version__, build_report, refusal_of, to_markdown
-from .host import LIVE, SESSION, forget_measurements
+from .host import LIVE, SESSION
 
 LEVELS = {"error": logging.ERROR, "warning": logging.WARNING, "info": logging.INFO, None: logging.NOTSET}
 """Of the logger of the pack, by name; without one it goes by ComfyUI's own level."""
@@ -50,7 +50,7 @@ async def get_run(request: web.Request) -> web.Response:
 
 async def post_forget(request: web.Request) -> web.Response:
     """Forget what was measured; the next runs measure again."""
-    return _answer({"forgotten": True, "on_disk": await asyncio.to_thread(forget_measurements)})
+    return _answer({"forgotten": True, "on_disk": await asyncio.to_thread(SESSION.forget)})
 
 
 async def post_log_level(request: web.Request) -> web.Response:

@@ -192,7 +192,7 @@ class Review:
                 found = f"native attention gave NaN or Inf too, but the forward may not be repeatable: {run.obstacle}"
             run.exact_from_now_on = Refusal(RefusalCode.NOT_FINITE, found)
             run.note(found)
-            logger.warning("SageScope: step %d: %s. The rest of this run is native.", run.step, found)
+            logger.warning("SageScope: step %s: %s. The rest of this run is native.", run.current_step(), found)
             return output
         finite = [bool(flag) for _, _, flag in forward.seen]
         guilty = {plan for (_, plan, _), ok in zip(forward.seen, finite, strict=True) if not ok}
@@ -203,7 +203,7 @@ class Review:
         )
         kernels = _kernels(guilty)
         run.note(f"{detail}; {kernels} left {len(guilty)} sites")
-        logger.warning("SageScope: step %d: %s; %s left %d sites.", run.step, detail, kernels, len(guilty))
+        logger.warning("SageScope: step %s: %s; %s left %d sites.", run.current_step(), detail, kernels, len(guilty))
         return output
 
 

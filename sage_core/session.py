@@ -47,7 +47,7 @@ class Session:
         self._measurements_path = measurements_path
         self.host = host
         self.generation = 0
-        """Raised when a kernel is retired: plans made before may name it."""
+        """Raised when a kernel is retired or what was measured is forgotten: plans made before are out of date."""
         self._given_environment = environment
         self._loaded: dict[tuple[str, str, bool], Kernel | tuple[Refusal, ...]] = {}
         self._trials: dict[tuple[Any, ...], Refusal | None] = {}
@@ -73,6 +73,13 @@ class Session:
         """Write what was measured since the last time; nothing is read or hashed for a run that measured nothing."""
         if "measurements" in self.__dict__:
             self.measurements.flush()
+
+    def forget(self) -> bool:
+        """Forget what was measured, also in the plans of models that are patched now; True when the disk has."""
+        forgotten = self.measurements.forget()
+        with self._lock:
+            self.generation += 1
+        return forgotten
 
     def device_name(self, device: torch.device) -> str:
         """Index and name of a device, for what holds on one of several."""

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import demo
 from comfyui_server import Finished, PromptFailed, Server
 from demo import APPLY, REPORT, SAMPLER, SAVE, node
+from sage_core import KERNEL_CHOICES
 
 SEEDS = itertools.count(1_000)
 """A seed of its own makes a sampler run whatever earlier tests left in the cache."""
@@ -167,7 +168,7 @@ def test_inputs_in_object_info_are_what_workflows_depend_on(server: Server) -> N
         *("model", "kernel", "smooth_k", "start_percent", "end_percent", "skip_blocks"),
         *("if_unavailable", "allow_hub_download", "tolerance", "compare_with_native"),
     ]
-    assert len(info["input"]["required"]["kernel"][1]["options"]) == 15
+    assert info["input"]["required"]["kernel"][1]["options"] == list(KERNEL_CHOICES)
     assert (info["output"], info["category"], info["output_node"]) == (["MODEL"], "model/patch", False)
     info = server.get("/object_info/AttentionBackendReport")["AttentionBackendReport"]
     assert (info["input_order"]["required"], info["input_order"]["optional"]) == (["model"], ["after"])
