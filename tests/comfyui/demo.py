@@ -33,7 +33,8 @@ def main() -> int:
     parser.add_argument("--port", type=free_port, default=0)
     parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the server ends with this process
+    for number in (signal.SIGINT, signal.SIGTERM):  # so that the server ends with this process, also in the background
+        signal.signal(number, signal.default_int_handler)
     cpu = not torch.cuda.is_available()
     started = time.monotonic()
     try:
