@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -70,9 +71,19 @@ class Followed:
         return self.sent[before:]
 
 
+    def end(self) -> None:
+        """End what is open, and so the thread."""
+        if self.live._thread is not None:
+            for record in list(self.live._open):
+                record.run.close("finished")
+            self.last_tick()
+
+
 @pytest.fixture
-def followed() -> Followed:
-    return Followed()
+def followed() -> Iterator[Followed]:
+    followed = Followed()
+    yield followed
+    followed.end()
 
 
 def test_a_run_is_told_of_as_it_goes_and_summed_up_at_its_end(followed: Followed) -> None:
