@@ -1,5 +1,7 @@
 // Draws the Markdown that the report is written in: headings, quotes, tables, bold lines and plain lines.
-// Nothing else is Markdown here, and no text is ever read as HTML: names come from models and other packs.
+// Nothing else is Markdown here.
+
+import { breakable, create } from "./dom.js";
 
 /** The report as DOM. Every line becomes an element of its own; what is not understood is shown as it is. */
 export function renderMarkdown(text) {
@@ -35,27 +37,17 @@ function table([header, , ...rows]) {
 
 /** A cell of the body. Long words, such as names of kernels, would push the last columns out of sight. */
 function dataCell(text) {
-  const parts = text.split(/(\S{20,})/);
-  const cell = create("td", ...parts.flatMap((part, index) => (index % 2 ? breakable(part) : part)));
+  const cell = create("td", ...breakable(text));
   if (/^\d+(\.\d+)?%?$/.test(text)) cell.className = "number";
   return cell;
 }
 
-/** The word in parts between which a line may break: after each underscore. */
-function breakable(word) {
-  const parts = word.match(/[^_]*_|[^_]+/g);
-  return parts.flatMap((part, index) => (index ? [create("wbr"), part] : part));
-}
-
 /** The texts between the bars of a row; a bar after a backslash is part of the text. */
 function cells(row) {
-  const texts = row.trim().slice(1).match(/(\\\||[^|])*\|/g) ?? [];
+  const texts =
+    row
+      .trim()
+      .slice(1)
+      .match(/(\\\||[^|])*\|/g) ?? [];
   return texts.map((text) => text.slice(0, -1).trim().replaceAll("\\|", "|"));
-}
-
-/** A new element; strings among its children become text. */
-export function create(tag, ...children) {
-  const element = document.createElement(tag);
-  element.append(...children);
-  return element;
 }

@@ -20,9 +20,18 @@ test("headings, quotes, bold lines and plain lines", () => {
 });
 
 test("a table, with numbers told apart", () => {
-  const [table, after] = renderMarkdown("| kernel | calls |\n| --- | --- |\n| native | 12 |\n|  | 4.5% |\nafter").children;
-  assert.deepEqual(rows(table), [["kernel", "calls"], ["native", "12"], ["", "4.5%"]]);
-  assert.deepEqual(table.all("td").map((cell) => cell.className), ["", "number", "", "number"]);
+  const [table, after] = renderMarkdown(
+    "| kernel | calls |\n| --- | --- |\n| native | 12 |\n|  | 4.5% |\nafter",
+  ).children;
+  assert.deepEqual(rows(table), [
+    ["kernel", "calls"],
+    ["native", "12"],
+    ["", "4.5%"],
+  ]);
+  assert.deepEqual(
+    table.all("td").map((cell) => cell.className),
+    ["", "number", "", "number"],
+  );
   assert.deepEqual(after.textContent, "after");
 });
 

@@ -44,7 +44,8 @@ def test_report_page_explains_every_part_of_the_report(title: str) -> None:
 
 def test_nothing_is_loaded_from_elsewhere_or_drawn_as_markup() -> None:
     for file in [*WEB.glob("*.js"), *WEB.glob("*.css")]:
-        text = file.read_text(encoding="utf-8")
+        # the name of SVG, which nothing is loaded from
+        text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
         assert not [word for word in ("http://", "https://", "innerHTML", "insertAdjacentHTML") if word in text], file
 
 
