@@ -23,10 +23,10 @@ export function renderMarkdown(text) {
 
 function lineElement(line) {
   const [, hashes, heading] = line.match(/^(#{2,3}) (.+)$/) ?? [];
-  if (heading) return create(`h${hashes.length}`, heading);
-  if (line.startsWith("> ")) return create("blockquote", line.slice(2));
+  if (heading) return create(`h${hashes.length}`, plain(heading));
+  if (line.startsWith("> ")) return create("blockquote", plain(line.slice(2)));
   const [, bold] = line.match(/^\*\*(.+)\*\*$/) ?? [];
-  return bold ? create("p", create("strong", bold)) : create("p", line);
+  return bold ? create("p", create("strong", plain(bold))) : create("p", plain(line));
 }
 
 function table([header, , ...rows]) {
@@ -48,6 +48,9 @@ function cells(row) {
     row
       .trim()
       .slice(1)
-      .match(/(\\\||[^|])*\|/g) ?? [];
-  return texts.map((text) => text.slice(0, -1).trim().replaceAll("\\|", "|"));
+      .match(/(\\.|[^|])*\|/g) ?? [];
+  return texts.map((text) => plain(text.slice(0, -1).trim()));
 }
+
+/** The text without the backslashes that keep names from being read as markup: MARKUP in sage_core/report.py. */
+const plain = (text) => text.replace(/\\([\\|<&*`[~_])/g, "$1");

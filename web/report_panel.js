@@ -1,5 +1,6 @@
 // The panel in a report node: choices and buttons above, the drawn report below, which can be scrolled and selected.
 
+import { copyText } from "./clipboard.js";
 import { classed, create, folded, set, table } from "./dom.js";
 import { renderMarkdown } from "./markdown.js";
 import { readOutput } from "./report_data.js";
@@ -127,23 +128,4 @@ function saveJson(report) {
   link.download = "attention-report.json";
   link.click();
   URL.revokeObjectURL(link.href);
-}
-
-async function copyText(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    return copyThroughSelection(text);
-  }
-}
-
-/** For pages that are neither https nor localhost, such as ComfyUI on another machine: they have no clipboard. */
-function copyThroughSelection(text) {
-  const area = create("textarea", text);
-  document.body.append(area);
-  area.select();
-  const copied = document.execCommand("copy");
-  area.remove();
-  return copied;
 }

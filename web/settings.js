@@ -14,7 +14,8 @@ const LEVELS = [AS_COMFYUI, "info", "warning", "error"];
 const SAID_MS = 5000;
 
 // completed once the server has said which version it runs
-const badge = { label: "SageScope", url: new URL("./docs/ApplySageAttention.md", import.meta.url).href, icon: "pi pi-bolt" };
+const page = new URL("./docs/ApplySageAttention.md", import.meta.url).href;
+const badge = { label: "SageScope", url: page, icon: "pi pi-bolt" };
 
 function say(severity, detail) {
   app.extensionManager?.toast?.add({ severity, summary: "SageScope", detail, life: SAID_MS });

@@ -40,6 +40,17 @@ test("a bar after a backslash is text of the cell", () => {
   assert.deepEqual(rows(table), [["why"], ["a | b"]]);
 });
 
+test("a backslash before markup is taken off, everywhere, and any other stays", () => {
+  const escaped = "\\<locals> C:\\dir a\\_b \\*x\\* \\`y\\` \\[z] \\~ \\& \\\\n";
+  const text = "<locals> C:\\dir a_b *x* `y` [z] ~ & \\n";
+  const drawn = renderMarkdown(`## ${escaped}\n> ${escaped}\n**${escaped}**\n${escaped}\n| why |\n| --- |\n| ${escaped} |`);
+  assert.deepEqual(
+    drawn.children.slice(0, 4).map((element) => element.textContent),
+    [text, text, text, text],
+  );
+  assert.equal(drawn.all("td")[0].textContent, text);
+});
+
 test("a long name in a cell may break after an underscore and stays one text", () => {
   const text = "smooth_k and _sageattn_qk__int8_pv_fp8 too";
   const [cell] = renderMarkdown(`| why |\n| --- |\n| ${text} |`).all("td");

@@ -18,7 +18,7 @@ OLDEST = 20
 FORBIDDEN = {
     r"\bvar\b": "let and const keep to their block",
     r"[^=!]==[^=]|!=[^=]": "compare with === and !==",
-    r"\bconsole\.": "left from debugging",
+    r"\bconsole\.(?!warn\b)": "left from debugging",
     r"\bdebugger\b": "left from debugging",
     r"\b(innerHTML|outerHTML|insertAdjacentHTML|document\.write|DOMParser)\b": "no name is read as markup",
     r"\beval\(|\bnew Function\b|\bimport\(": "no text is run as code",
