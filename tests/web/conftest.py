@@ -16,7 +16,7 @@ PICTURES = Path(__file__).with_name("pictures")
 """Of every browser test, to look at; not in the repository."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")  # no other Playwright can be begun while this one is
 def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs the Python package playwright")
     if CHROMIUM is None:
@@ -27,7 +27,7 @@ def browser() -> Iterator[Any]:
         browser.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def page_server(browser: Any) -> Iterator[Server]:
     """The server whose page is opened; asked for after the browser, so that none starts where there is no browser."""
     comfyui = dev.comfyui_roots()[0]
