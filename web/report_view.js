@@ -68,7 +68,7 @@ function gain(comparison) {
   return [
     show.ratio(comparison.ratio),
     `${show.ms(comparison.plan)} per model call, ${show.short(comparison.native)} natively`,
-    comparison.faster ? "" : `Not faster by more than noise${noise}`,
+    comparison.faster ? "" : `${comparison.ratio < 1 ? "Slower" : "Not faster by more than noise"}${noise}`,
     comparison.hostBound ? "The host limits this model" : "",
     comparison.remembered ? "Measured in an earlier run" : "",
   ];
@@ -216,7 +216,7 @@ function wholeCalls(run) {
     show.ms(plan),
     show.ms(native),
     show.small(relativeL2),
-    faster ? "" : "not faster by more than noise",
+    faster ? "" : ratio < 1 ? "slower" : "not faster by more than noise",
   ]);
   return [table("", ["gain", "with kernels", "natively", "error", ""], rows)];
 }

@@ -53,6 +53,8 @@ test("a plan that brought nothing, and a comparison of an earlier run, are said"
     /x1.001.*Not faster by more than noise \(.0.4%\).*host limits.*earlier run/,
   );
   assert.equal(shown["Error of the output"], undefined);
+  const slower = tiles(drawn(run({ comparisons: [{ ...comparison, plan_ms: 1200, faster: false }] })));
+  assert.match(slower["Gain against native"], /x0.854.*Slower/);
 });
 
 test("several comparisons get a table, and the longest model call the tile", () => {
