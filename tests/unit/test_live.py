@@ -70,7 +70,6 @@ class Followed:
         assert not thread.is_alive()
         return self.sent[before:]
 
-
     def end(self) -> None:
         """End what is open, and so the thread."""
         if self.live._thread is not None:
