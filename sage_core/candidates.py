@@ -52,13 +52,12 @@ class CandidateFinder:
     def __init__(self, policy: Policy, session: Session) -> None:
         self.policy = policy
         self.session = session
-        self._no_room: dict[tuple[str, str], Refusal] = {}
-        """(call, name) that memory was too short for when it was timed in this run."""
+        self.no_room: dict[str, Found] = {}
+        """By call: what memory was too short for in this run, when it was tried or timed."""
 
     def begin_run(self) -> bool:
         """Give what memory was too short for in the last run another chance; True when there was something."""
-        had = bool(self._no_room)
-        self._no_room.clear()
+        had, self.no_room = bool(self.no_room), {}
         return had
 
     def find(
@@ -81,9 +80,9 @@ class CandidateFinder:
         variants = self._variants(call, spec)
         found = self._times(call, spec, variants, native, native_name)
         times = {name: timing for name, timing in found.items() if isinstance(timing, Timing)}
-        native_ms = times[NATIVE].device_ms if NATIVE in times else DEVICE_BOUND_MS
-        if host_bound is None or native_ms >= DEVICE_BOUND_MS:
-            host_bound = native_ms < HOST_BOUND_MS
+        decides = NATIVE in times and not is_long(times)
+        if host_bound is None or not decides:
+            host_bound = decides and times[NATIVE].device_ms < HOST_BOUND_MS
         ranking = rank(found, {name for name, use in variants.items() if use.backend.exact}, NATIVE, host_bound)
         switches: dict[str, Switches] = {}
         for name in ranking.order[: ranking.order.index(NATIVE)]:
@@ -94,7 +93,7 @@ class CandidateFinder:
             if preference.kernel not in found:  # what was expected to win and is not to be had
                 judged = self._judge(self.session.backend(preference.kernel), call, spec)
                 verdicts += [Verdict(preference.kernel, judged)] if not isinstance(judged, Use) else []
-        return Candidates(switches, tuple(verdicts), times, host_bound if native_ms < DEVICE_BOUND_MS else None)
+        return Candidates(switches, tuple(verdicts), times, host_bound if decides else None)
 
     def _times(
         self,
@@ -112,14 +111,18 @@ class CandidateFinder:
         """
         device = call.query.device
         key = f"{self.session.device_name(device)}: {native_name}: {spec._replace(max_offset=0)!r}"
-        known = {**self._remembered(key), **{name: why for (at, name), why in self._no_room.items() if at == key}}
-        failed = self._try({name: use for name, use in variants.items() if name not in known}, spec, device)
+        known, failed = self._remembered(key), dict(self.no_room.get(key, {}))
+        failed |= self._try(
+            {name: use for name, use in variants.items() if name not in {**known, **failed}}, spec, device
+        )
         if NATIVE not in known or variants.keys() - known.keys() - failed.keys():
             failed |= self._try({name: use for name, use in variants.items() if name not in failed}, spec, device)
-            no_room = {name for at, name in self._no_room if at == key}
-            to_time = {name: use for name, use in variants.items() if name not in failed and name not in no_room}
+            to_time = {name: use for name, use in variants.items() if name not in failed}
             known = {**known, **self._measure(key, to_time, call, spec, native)}
-        return {name: entry for name, entry in {**known, **failed}.items() if name == NATIVE or name in variants}
+        found = {**known, **failed}
+        if short := {name: entry for name, entry in found.items() if _is_short_memory(entry)}:
+            self.no_room[key] = short
+        return {name: entry for name, entry in found.items() if name == NATIVE or name in variants}
 
     def _try(self, variants: Mapping[str, Use], spec: AttentionSpec, device: torch.device) -> dict[str, Refusal]:
         """What the small example says against the variants; one that raises is not called again with smoothing."""
@@ -152,14 +155,16 @@ class CandidateFinder:
             measured = time_candidates(functions, NATIVE, self.session.stopwatch(device))
         for kernel, refusal in raised.items():
             self.session.after_failure(kernel, device, refusal)
-        kept: dict[str, object] = {}
+        # what another choice of smooth_k had measured stays
+        kept = self.session.measurements.get("kernels", key) or {}
         for name, timing in measured.items():
+            kept.pop(name, None)
             if isinstance(timing, Timing):
                 kept[name] = timing._asdict()
+                if name != NATIVE:
+                    self.session.succeeded(variants[name].backend.name, device)
             elif timing.code is RefusalCode.NOT_WORTHWHILE:
                 kept[name] = timing.detail
-            elif timing.code is RefusalCode.OUT_OF_MEMORY:
-                self._no_room[key, name] = timing
         self.session.measurements.put("kernels", key, kept)
         return measured
 
@@ -195,6 +200,15 @@ class CandidateFinder:
         device, download = call.query.device, self.policy.allow_hub_download
         load = partial(self.session.load, device=device, allow_download=download)
         return judge(spec, backend, self.policy, load, trial=lambda use: use)
+
+
+def is_long(times: Mapping[str, Timing]) -> bool:
+    """Whether native attention of a call takes so long that the device limits the forward, whatever the host does."""
+    return NATIVE in times and times[NATIVE].device_ms >= DEVICE_BOUND_MS
+
+
+def _is_short_memory(entry: Timing | Refusal) -> bool:
+    return isinstance(entry, Refusal) and entry.code is RefusalCode.OUT_OF_MEMORY
 
 
 def _until_it_refuses(function: Function, kernel: str, raised: dict[str, Refusal]) -> object:

@@ -15,6 +15,8 @@ from .outputs import tensors_of
 
 NOISE = 0.005
 """What two timings of one forward differ by on a quiet machine; a plan must be faster by more than that."""
+MAX_NUMBER = 1e300
+"""Beyond it, and so no float that can be reckoned with."""
 HOST_SHARE = 0.95
 """A forward whose launches take this share of its time is limited by the host. Where the device is, a host can be held
 up by a full queue too, but then it is some thousand launches ahead, and forwards have less than twenty thousand."""
@@ -25,22 +27,15 @@ MAX_ROUNDS = 5
 ROUND_MS = 100.0
 """Shorter forwards are run several times in a row, as in a run, where the host goes on before the device is done."""
 MAX_REPEATS = 8
-HOST_SHARE = 0.95
-"""A forward whose launches take this share of its time is limited by the host. Where the device is, a host can be held
-up by a full queue too, but then it is some thousand launches ahead, and forwards have less than twenty thousand."""
-LIMIT_ROUNDS = 3
-ENOUGH_MS = 400.0
-"""Forwards are timed again until each side took this long together: single short ones differ by some percent."""
-MAX_ROUNDS = 5
 
 Forward = Callable[[], Any]
 Wait = Callable[[], object]
 
 
 class Comparison(NamedTuple):
-    """Milliseconds of one forward, natively and with the plan; the share by which native's times are usually longer;
-    and the error of the plan's output: relative L2 and cosine against native's, and PSNR in dB with native's range as
-    the peak (None where the outputs are equal).
+    """Milliseconds of one forward, natively and with the plan; the share by which native's times are usually longer, 0
+    where every time of the plan is shorter than every native one; and the error of the plan's output: relative L2 and
+    cosine against native's, and PSNR in dB with native's range as the peak (None where the outputs are equal).
 
     None also where a number has no finite value, as when native's output is zero or NaN."""
 
@@ -62,7 +57,7 @@ class Comparison(NamedTuple):
             return None
         needed = ("native_ms", "plan_ms", "noise")
         numbers = [number for name, number in value.items() if name in needed or number is not None]
-        if not all(type(number) in (int, float) and math.isfinite(number) for number in numbers):
+        if not all(type(number) in (int, float) and -MAX_NUMBER < number < MAX_NUMBER for number in numbers):
             return None
         if not (value["native_ms"] > 0 and value["plan_ms"] > 0):
             return None
@@ -95,7 +90,7 @@ def compare_forwards(native: Forward, plan: Forward, wait: Wait | None) -> tuple
     comparison = Comparison(
         native_ms=(native_ms := min(times["native"])),
         plan_ms=min(times["plan"]),
-        noise=median(times["native"]) / native_ms - 1 if native_ms > 0 else 0.0,
+        noise=median(times["native"]) / native_ms - 1 if 0 < native_ms <= max(times["plan"]) else 0.0,
         relative_l2=error.relative_l2 if math.isfinite(error.relative_l2) else None,
         cosine=error.cosine if error.finite else None,
         psnr=20 * math.log10(peak / error.rmse) if 0 < error.rmse < math.inf and peak > 0 else None,
@@ -106,9 +101,11 @@ def compare_forwards(native: Forward, plan: Forward, wait: Wait | None) -> tuple
 def is_host_bound(native: Forward, wait: Wait) -> bool:
     """Whether the host limits the forward: its launches take about as long as the work on the device that they start.
 
-    The forward has run before, and is short: longer ones are not asked about.
+    The forward has run before. A long one is run once more, a short one LIMIT_ROUNDS times.
     """
-    timed = [_timed(native, wait)[1:] for _ in range(LIMIT_ROUNDS)]
+    timed = [_timed(native, wait)[1:]]
+    while len(timed) < LIMIT_ROUNDS and timed[-1][1] < ENOUGH_MS:
+        timed.append(_timed(native, wait)[1:])
     launches_ms, whole_ms = map(min, zip(*timed, strict=True))
     return bool(launches_ms >= HOST_SHARE * whole_ms)
 
@@ -132,10 +129,11 @@ def obstacle(options: dict[str, Any], own_key: str) -> str | None:
         return "another node replaces blocks of the model"
     wrappers = options.get("wrappers", {})
     for kind in ("apply_model", "diffusion_model"):
-        others = [key for key, functions in wrappers.get(kind, {}).items() if functions and key not in (own_key, None)]
-        others = [key for key in others if key != "torch.compile"]
+        entries = wrappers.get(kind, {}).items()
+        others = [key for key, functions in entries if functions and key not in (own_key, "torch.compile")]
         if others:
-            return f"another node wraps the model call ({', '.join(map(str, others))})"
+            named = ", ".join("without a name" if key is None else str(key) for key in others)
+            return f"another node wraps the model call ({named})"
     return None
 
 

@@ -68,7 +68,7 @@ class Dispatcher:
         self._planner = Planner(policy, session)
         self._plans = Plans(session)
         self._known = self._plans.known
-        self._review = Review(policy, session, self._plans)
+        self._review = Review(policy, session, self._plans, self._planner.finder)
         self._failing = session.failing
         self._threads = threading.local()
         self._run: Run | None = None
@@ -177,7 +177,7 @@ class Dispatcher:
             self._leave_to_native(forward, refusal)
         else:
             self.session.after_failure(plan.kernel, device, refusal)
-            self._plans.forget_retired()
+            self._plans.drop(plan.kernel)
             forward.run.note(refusal.detail)
         return Plan(NATIVE, plan.spec, plan.block, (Verdict(plan.kernel, (refusal,)),), once=refusal)
 
@@ -236,6 +236,7 @@ class Dispatcher:
         run.total_steps = max(len(sigmas) - 1, 0)
         if self._planner.finder.begin_run():
             self._plans.forget()
+            self._review.forget_for_now()
         run.obstacle = lasting_obstacle(
             getattr(patcher, "model_options", {}), getattr(patcher, "object_patches", {}).keys()
         )
@@ -325,14 +326,15 @@ class Dispatcher:
             model = self._models[network] = _describe_model(network)
         sizes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(inputs))
         alike = (device, model, sizes, tuple(sorted(options.get("patches") or ())))
-        if alike not in self._keys:  # a text takes longer to write than a native forward may cost
+        key = self._keys.get(alike)
+        if key is None:  # a text takes longer to write than a native forward may cost
             if len(self._keys) >= MAX_KEYS:
                 self._keys.clear()
             described = [(tuple(shape), str(dtype)) for shape, dtype in sizes]
             native = "" if self.previous is None else f" over {describe_function(self.previous)}"
             chosen = f"{self.policy.plan_key()}{native} {list(alike[-1])}"
-            self._keys[alike] = f"{self.session.device_name(device)}: {model} {described} {chosen}"
-        return self._keys[alike]
+            key = self._keys[alike] = f"{self.session.device_name(device)}: {model} {described} {chosen}"
+        return key
 
     def _whole_forward_refusal(self, run: Run, t: torch.Tensor) -> Refusal | None:
         if run.exact_from_now_on is not None:

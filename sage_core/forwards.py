@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .candidates import CandidateFinder, is_long
 from .checking import SiteAccuracy
 from .comparing import Comparison, Wait, compare_forwards, is_host_bound
 from .failure import explain, naming
@@ -56,20 +57,29 @@ RunForward = Callable[[Forward], Any]
 class Review:
     """What becomes of the forwards of one patched model: approved, compared, or run again."""
 
-    def __init__(self, policy: Policy, session: Session, plans: Plans) -> None:
+    def __init__(self, policy: Policy, session: Session, plans: Plans, finder: CandidateFinder) -> None:
         self.policy = policy
         self.session = session
         self.plans = plans
+        self.finder = finder
+        self._for_now: dict[str, Comparison] = {}
+        """Comparisons made while a kernel was away that comes back: with the next run, or the next start."""
 
-    def settled(self, run: Run) -> tuple[int, int, bool]:
+    def forget_for_now(self) -> None:
+        self._for_now.clear()
+
+    def _known(self, key: str) -> Comparison | None:
+        return self._for_now.get(key) or Comparison.from_json(self.session.measurements.get("forwards", key))
+
+    def settled(self, run: Run) -> tuple[int, int, int, bool]:
         """Changes when a site loses its kernel: a forward in which that happens is none to be timed."""
-        return run.rescued, self.plans.bans, run.exact_from_now_on is None
+        return run.rescued, self.plans.bans, self.session.generation, run.exact_from_now_on is None
 
     def not_faster(self, key: str) -> Refusal | None:
         """Why a forward is native as a whole: it was compared, and the plan did not pay off."""
         if self.policy.kernel != AUTO:
             return None
-        known = Comparison.from_json(self.session.measurements.get("forwards", key))
+        known = self._known(key)
         return None if known is None or known.faster else _slower(known)
 
     def compares(self, run: Run, key: str, in_the_way: str | None, output: Any) -> bool:
@@ -77,7 +87,7 @@ class Review:
         when = self.policy.compare_with_native
         if when == "never" or not run.may_compare(key) or run.exact_from_now_on is not None:
             return False
-        known = Comparison.from_json(self.session.measurements.get("forwards", key))
+        known = self._known(key)
         if when == "first time" and known is not None:
             run.compared(key, known, remembered=True)
             return False
@@ -100,9 +110,13 @@ class Review:
         guessed = {plan.host_bound for plan in forward.plans} - {None}
         if wait is None or not guessed or forward.host_bound is not None or self.policy.compare_with_native == "never":
             return None
+        if key in forward.run.limit_unknown:
+            return None
         try:
-            bound = is_host_bound(native, wait)
+            # beside a call that the device takes so long for, the host has time for all the others
+            bound = not any(is_long(plan.times) for plan in forward.plans) and is_host_bound(native, wait)
         except torch.OutOfMemoryError:  # native needs more than the plan: a guess has to do
+            forward.run.limit_unknown.add(key)
             return None
         self.session.measurements.put("limits", key, {"host_bound": bound})
         if guessed == {bound}:
@@ -135,7 +149,10 @@ class Review:
             return output
         if self.settled(run) != before:  # planning anew was timed as well
             return plan_output
-        self.session.measurements.put("forwards", key, comparison._asdict())
+        if self.finder.no_room or self.session.has_retired:
+            self._for_now[key] = comparison
+        else:
+            self.session.measurements.put("forwards", key, comparison._asdict())
         run.compared(key, comparison, remembered=False)
         if self.policy.kernel != AUTO or comparison.faster:
             return plan_output
@@ -149,7 +166,8 @@ class Review:
         a wait in each forward would cost more than some of them bring: theirs are looked at where sites are checked.
         """
         run = forward.run
-        while any(plan.quantized or (plan.serve and forward.watch) for plan in forward.plans):
+        run.unseen |= not _needs_a_look(forward) and any(plan.serve for plan in forward.plans)
+        while _needs_a_look(forward):
             with naming(_kernels(forward.plans)):
                 finite, accuracies = _read(output, forward.seen)
             if not finite:
@@ -188,7 +206,9 @@ class Review:
         run.rescued += 1
         if not all_finite(output):
             found = "the model itself produced NaN or Inf: native attention gives them too"
-            if run.obstacle is not None:
+            if run.unseen:
+                found = "native attention gave NaN or Inf too: the model produced it, or a step that was not looked at"
+            elif run.obstacle is not None:
                 found = f"native attention gave NaN or Inf too, but the forward may not be repeatable: {run.obstacle}"
             run.exact_from_now_on = Refusal(RefusalCode.NOT_FINITE, found)
             run.note(found)
@@ -205,6 +225,10 @@ class Review:
         run.note(f"{detail}; {kernels} left {len(guilty)} sites")
         logger.warning("SageScope: step %s: %s; %s left %d sites.", run.current_step(), detail, kernels, len(guilty))
         return output
+
+
+def _needs_a_look(forward: Forward) -> bool:
+    return any(plan.quantized or (plan.serve and forward.watch) for plan in forward.plans)
 
 
 def check_sites(forward: Forward, site: int, plan: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:

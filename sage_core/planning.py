@@ -97,6 +97,8 @@ class Planner:
         best: Use | Refusal | None = None
         for smooth_k in switches if use.smooth_k is not None else (None,):
             tried = self._check(use._replace(smooth_k=smooth_k), call, spec)
+            if isinstance(tried, Refusal) and tried.code is RefusalCode.OUT_OF_MEMORY and isinstance(best, Use):
+                break  # smoothing needs a copy of key; without it there is room
             if isinstance(tried, Refusal) and tried.code in FAILURES:
                 return tried  # it is not called again
             if best is None or isinstance(best, Refusal) or (isinstance(tried, Use) and _gains(tried, best)):
@@ -117,6 +119,8 @@ class Planner:
             output = misfit(name, output, call.query) or output
         if isinstance(output, Refusal):
             return self.session.after_failure(name, device, output)
+        if self.session.failing:
+            self.session.succeeded(name, device)
         try:
             accuracy = SiteAccuracy.from_norms(site_norms(call, spec, output).tolist())
         except Exception as error:  # the kernel's own error can come out here, and memory can run out

@@ -26,6 +26,8 @@ class Plans:
         """By what is alike first: that many keys stay in the processor's cache, a key for each site would not."""
         self._count = 0
         self._banned: dict[tuple[CallKey, Place], tuple[Verdict, ...]] = {}
+        self.bans = 0
+        """How often a site lost a kernel."""
 
     def keep(self, key: CallKey, place: Place, plan: Plan) -> None:
         if self._count >= MAX_PLANS:
@@ -45,6 +47,13 @@ class Plans:
             self._generation = generation
             self.forget()
 
+    def drop(self, kernel: str) -> None:
+        """Have the calls of a kernel planned anew, in the forward that is under way too; the others wait for its end,
+        where they may still have to be found."""
+        for alike in list(self.known.values()):
+            for place in [place for place, plan in list(alike.items()) if plan.kernel == kernel]:
+                alike.pop(place, None)
+
     def ban(self, plans: Iterable[Plan], refusal_of: Callable[[Plan], Refusal]) -> None:
         """Keep each plan's kernel from its site; the next call there is planned without it."""
         banned = set(plans)
@@ -55,6 +64,7 @@ class Plans:
                 plan = alike.pop(place, None)
                 if plan is None:  # another thread was first
                     continue
+                self.bans += 1
                 verdict = Verdict(plan.kernel, (refusal_of(plan),))
                 if key is not None:
                     self._banned[key, place] = (*self.banned(key, place), verdict)
@@ -62,8 +72,3 @@ class Plans:
     def banned(self, key: CallKey, place: Place) -> tuple[Verdict, ...]:
         """The kernels that lost this site, and why."""
         return self._banned.get((key, place), ())
-
-    @property
-    def bans(self) -> int:
-        """How many sites lost a kernel."""
-        return len(self._banned)

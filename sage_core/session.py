@@ -154,6 +154,11 @@ class Session:
         with self._lock:
             self.failing.pop((name, str(device)), None)
 
+    @property
+    def has_retired(self) -> bool:
+        """Whether a kernel is out that the next start of ComfyUI brings back."""
+        return bool(self._retired)
+
     def retire(self, name: str, device: torch.device, refusal: Refusal) -> None:
         """Take a kernel out on one device until ComfyUI restarts."""
         with self._lock:

@@ -80,6 +80,10 @@ class Run:
         self._silent: dict[tuple[str, Refusal | None], list[Plan]] = {}
         self._comparisons: dict[str, dict[str, Any]] = {}
         self._uncompared: set[str] = set()
+        self.unseen = False
+        """Whether the output of a forward with kernels was handed on without a look at it."""
+        self.limit_unknown: set[str] = set()
+        """Kinds of forwards that memory was too short for to find out what limits them."""
         self._comparison_calls = 0
         self._checks: Counter[int] = Counter()
         self._worst: dict[tuple[int, Plan], tuple[int | None, SiteAccuracy]] = {}

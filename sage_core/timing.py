@@ -36,6 +36,9 @@ MAX_HEAD_START_MS = 3.0
 SPIN_CYCLES = 500_000
 """0.2 to 5 ms, once: beside it the time of a launch, which is timed with it, does not count."""
 
+MAX_MS = 1e9
+"""No call takes eleven days: what is more is no time."""
+
 Spin = Callable[[int], None]
 Function = Callable[[], object]
 """Runs one kernel on the tensors of a call. Returns its output, or the Refusal that it stands for; never raises."""
@@ -53,7 +56,7 @@ class Timing(NamedTuple):
         if not isinstance(value, dict) or value.keys() != set(cls._fields):
             return None
         numbers = [value[name] for name in cls._fields]
-        if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):
+        if not all(type(number) in (int, float) and 0 <= number < MAX_MS for number in numbers):
             return None
         return cls(*map(float, numbers))
 
