@@ -18,6 +18,7 @@ from torch.compiler import is_compiling
 from .backends.base import Backend, Kernel
 from .call import AttentionCall, Native, decision_key
 from .comparing import lasting_obstacle, obstacle, own_control
+from .compiled import GraphCalls, call_in_graph, is_compiled
 from .device import RandomState, waiter
 from .forwards import Forward, Review, check_sites
 from .outputs import tensors_of
@@ -74,6 +75,7 @@ class Dispatcher:
         self._run: Run | None = None
         self._models: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
         self._keys: dict[tuple[Any, ...], str] = {}
+        self._in_graph = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Dispatcher:
         """Itself: old ComfyUI copies model options deeply, and the copies must go on counting in one place."""
@@ -84,7 +86,9 @@ class Dispatcher:
     def attend(self, func: Native, *args: Any, **kwargs: Any) -> torch.Tensor:
         """The attention override: ComfyUI's arguments in, attention out."""
         if is_compiling():
-            return self._attend_eagerly(func, *args, **kwargs)  # type: ignore[no-any-return]
+            # an override that was there before may read anything from the call's transformer_options
+            output = None if self.previous is not None else call_in_graph(func, *args, **kwargs)
+            return self._attend_eagerly(func, *args, **kwargs) if output is None else output
         forward: Forward | None = getattr(self._threads, "forward", None)
         if forward is None:
             return self._attend_outside(func, *args, **kwargs)
@@ -123,11 +127,13 @@ class Dispatcher:
 
     @torch.compiler.disable
     def _attend_eagerly(self, func: Native, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``attend`` outside the graph that torch.compile is tracing, so that every call is counted."""
+        """``attend`` outside the graph that torch.compile is tracing, for a call that a graph cannot express."""
         return self.attend(func, *args, **kwargs)
 
     def _attend_outside(self, func: Native, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """``attend`` for a call that no forward stands around."""
+        """``attend`` for a call that no forward stands around, or one that goes without the override."""
+        if getattr(self._threads, "bare", False):
+            return self._native(func, args, kwargs)
         self._plans.forget_retired()
         run = self._current_run()
         forward = self._threads.forward = Forward(run, run.exact_from_now_on)
@@ -276,9 +282,11 @@ class Dispatcher:
             self._threads.forward = forward
             random.restore_before_repeat()
             try:
-                return executor(x, t, *_own(args), **kwargs)
+                with GraphCalls(self.attend, options) as graph_calls:
+                    return executor(x, t, *_own(args), **kwargs)
             finally:
                 self._threads.forward = around
+                self._in_graph = graph_calls.used
                 run.record(forward.plans, extra=forward.extra)
 
         def run_bare() -> Any:
@@ -309,7 +317,18 @@ class Dispatcher:
     def _run_without_override(
         self, executor: Any, x: Any, t: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: dict[str, Any]
     ) -> Any:
-        """A forward that is native at every site, without a way through us: at exactly native speed."""
+        """A forward that is native at every site, without a way through us: at exactly native speed.
+
+        Where graphs of torch.compile call us, the override stays in the options, as its absence might have them traced
+        again; their operators, and the calls beside them, are native at once.
+        """
+        if self._in_graph:
+            self._threads.bare = True
+            try:
+                with GraphCalls(None, options):
+                    return executor(x, t, *_own(args), **kwargs)
+            finally:
+                self._threads.bare = False
         bare = {name: value for name, value in options.items() if name != OVERRIDE}
         if self.previous is not None:
             bare[OVERRIDE] = self.previous
@@ -325,14 +344,15 @@ class Dispatcher:
         if model is None:
             model = self._models[network] = _describe_model(network)
         sizes = tuple((tensor.shape, tensor.dtype) for tensor in tensors_of(inputs))
-        alike = (device, model, sizes, tuple(sorted(options.get("patches") or ())))
+        compiled = is_compiled(options)
+        alike = (device, model, sizes, compiled, tuple(sorted(options.get("patches") or ())))
         key = self._keys.get(alike)
         if key is None:  # a text takes longer to write than a native forward may cost
             if len(self._keys) >= MAX_KEYS:
                 self._keys.clear()
             described = [(tuple(shape), str(dtype)) for shape, dtype in sizes]
             native = "" if self.previous is None else f" over {describe_function(self.previous)}"
-            chosen = f"{self.policy.plan_key()}{native} {list(alike[-1])}"
+            chosen = f"{self.policy.plan_key()}{native}{' compiled' if compiled else ''} {list(alike[-1])}"
             key = self._keys[alike] = f"{self.session.device_name(device)}: {model} {described} {chosen}"
         return key
 
