@@ -97,8 +97,8 @@ def call_in_graph(
 ) -> Tensor | None:
     """While torch.compile traces: the call as one operator; None where the graph has to be left for it.
 
-    Everything but tensors, ``heads`` and the number of the block has to be constant in the graph; where the tracer finds
-    that it is not, it leaves the graph by itself, as it does for arguments that ComfyUI's functions do not have.
+    Everything but tensors, ``heads`` and the number of the block has to be constant in the graph; where the tracer
+    finds that it is not, it leaves the graph by itself, as it does for arguments that ComfyUI's functions do not have.
     """
     if OPERATOR is None:
         return None
@@ -116,9 +116,8 @@ def call_in_graph(
         return None
     options = extra.get("transformer_options") or {}
     index = options.get("block_index")
-    block = (options.get("block"), options.get("block_type"))
-    if index is None and block == (None, None):
-        block = None
+    named = (options.get("block"), options.get("block_type"))
+    block = None if index is None and named == (None, None) else named
     number, place = _number_of(
         func,
         attn_precision,
@@ -128,7 +127,8 @@ def call_in_graph(
     )
     if number is None:
         return None
-    return OPERATOR(query, key, value, mask, heads, index, number, place)  # type: ignore[no-any-return]
+    output: Tensor = OPERATOR(query, key, value, mask, heads, index, number, place)
+    return output
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -142,7 +142,7 @@ def _is_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) ->
     return True
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result
 def _number_of(*described: Any) -> tuple[int | None, int]:
     """The number by which a graph names such calls, None where too many have one, and the place of this one.
 
@@ -223,7 +223,11 @@ def _register() -> tuple[torch.library.Library | None, Any]:
     library.define(
         f"{name}(Tensor query, Tensor key, Tensor value, Tensor? mask, SymInt heads, SymInt? block_index, "
         "int number, int place) -> Tensor",
-        tags=(unsafe, torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),  # the last: kernels see the memory that they see without a graph
+        tags=(
+            unsafe,
+            torch.Tag.pt2_compliant_tag,
+            torch.Tag.needs_exact_strides,
+        ),  # the last: kernels see the memory that they see without a graph
     )
     library.impl(name, _run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::{name}", _run_fake, lib=library)

@@ -87,8 +87,8 @@ class Dispatcher:
         """The attention override: ComfyUI's arguments in, attention out."""
         if is_compiling():
             # an override that was there before may read anything from the call's transformer_options
-            output = None if self.previous is not None else call_in_graph(func, *args, **kwargs)
-            return self._attend_eagerly(func, *args, **kwargs) if output is None else output
+            traced = None if self.previous is not None else call_in_graph(func, *args, **kwargs)
+            return self._attend_eagerly(func, *args, **kwargs) if traced is None else traced
         forward: Forward | None = getattr(self._threads, "forward", None)
         if forward is None:
             return self._attend_outside(func, *args, **kwargs)

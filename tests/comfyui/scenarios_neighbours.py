@@ -179,6 +179,17 @@ def compiled(guard_filter: bool) -> list[dict[str, Any]]:
         operators = torch._dynamo.utils.counters["stats"]["calls_captured"]
         runs = report(model)["runs"]
         facts.append({"latent": latent, "runs": runs, "operators compiled": operators})
-    torch.compiler.reset()
+    breaks = [_graph_breaks(tiny, compile_node(model)) for model in (tiny.model, apply(tiny.model, kernel=NATIVE))]
     quantized = apply(tiny.model, kernel="int8_reference")
-    return [*facts, {"native": digest(tiny.sample()), "quantized": digest(tiny.sample(quantized))}]
+    breaks.append(_graph_breaks(tiny, compile_node(quantized)))
+    torch.compiler.reset()
+    native = digest(tiny.sample())
+    return [*facts, {"native": native, "quantized": digest(tiny.sample(quantized)), "breaks": breaks}]
+
+
+def _graph_breaks(tiny: Any, model: Any) -> dict[str, int]:
+    """Why the graphs of a model break that is traced for the first time, and how often."""
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    tiny.sample(model)
+    return {reason.splitlines()[0]: times for reason, times in torch._dynamo.utils.counters["graph_break"].items()}

@@ -76,9 +76,10 @@ def test_compiled_model_counts_each_call_and_keeps_its_bits(host: Host) -> None:
     latents = [fact["latent"] for fact in facts]
     native, quantized = eager["native"], eager["quantized"]
     assert latents == [native, quantized, native, quantized, native]
-    # the model's operators are compiled, a kernel's are not: it runs between compiled graphs
     operators = [fact["operators compiled"] for fact in facts]
-    assert 0 < max(operators) == operators[0]
+    assert operators[0] > 0
+    # no graph breaks at a call of the pack; without it, one does where ComfyUI's own attention cannot be traced
+    assert eager["breaks"][1:] == [{}, {}]
     served = [[kernels(run) for run in fact["runs"]] for fact in facts]
     assert served == [[], [{"int8_reference": 3}], [{"native": 3}], [{"int8_reference": 3}], []]
 

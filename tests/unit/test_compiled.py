@@ -222,7 +222,9 @@ def test_the_operator_is_what_it_is_declared_to_be(call):
     assert not compiled.OPERATOR._schema.is_mutable
 
 
-def attention_of_host(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kw):
+def attention_of_host(
+    q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kw
+):
     """The shape of what ComfyUI's functions give, with memory in the order that attention leaves it in."""
     if not skip_reshape:
         q, k, v = (t.unflatten(-1, (-1, q.shape[-1] // heads)).transpose(1, 2) for t in (q, k, v))
@@ -332,7 +334,9 @@ def test_no_operator_is_made_where_it_could_not_be_kept_out_of_cuda_graphs(monke
 
 def test_a_second_copy_of_the_pack_has_an_operator_of_its_own():
     root = Path(compiled.__file__).parent
-    spec = importlib.util.spec_from_file_location("other_pack", root / "__init__.py", submodule_search_locations=[str(root)])
+    spec = importlib.util.spec_from_file_location(
+        "other_pack", root / "__init__.py", submodule_search_locations=[str(root)]
+    )
     assert spec is not None
     assert spec.loader is not None
     sys.modules["other_pack"] = importlib.util.module_from_spec(spec)
@@ -513,7 +517,11 @@ def native_by_function(comfy: FakeComfy) -> FakeComfy:
 def test_a_graph_serves_whoever_stands_around_the_model_call():
     """As ComfyUI drops the guards: another kernel, no node at all, the first again; nothing is traced again."""
     first = make_dispatcher(fake_backend(FakeKernel(off_by(0.0)), exact=True))
-    other = make_dispatcher(fake_backend(FakeKernel(off_by(0.5)), name="other", exact=True, tolerance=Tolerance(relative_l2=1.0, cosine=0.9)))
+    other = make_dispatcher(
+        fake_backend(
+            FakeKernel(off_by(0.5)), name="other", exact=True, tolerance=Tolerance(relative_l2=1.0, cosine=0.9)
+        )
+    )
     model = Compiled(first, filtered=True)
     model.network.attention = native_by_function(model.comfy).attention
 
