@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from .backends.base import Backend, Kernel
 from .checking import SiteAccuracy
+from .pieces import smallest
 from .policy import Policy
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
@@ -151,10 +152,9 @@ def judge(
 
 
 def _too_large(spec: AttentionSpec, backend: Backend) -> Refusal | None:
-    """Why even contiguous copies of the tensors are beyond the kernel's element offsets."""
+    """Why even a contiguous copy of the smallest piece of the call is beyond the kernel's element offsets."""
     limit = backend.support.max_offset
-    elements = spec.batch_size * spec.num_qo_heads * max(spec.qo_len, spec.kv_len) * spec.head_dim
-    if limit is None or elements - 1 <= limit:
+    if limit is None or smallest(spec) - 1 <= limit:
         return None
-    detail = f"a tensor of this call has {elements} elements; {backend.name} reaches {limit + 1}"
+    detail = f"a head of this call has {smallest(spec)} elements; {backend.name} reaches {limit + 1}"
     return Refusal(RefusalCode.OFFSET, detail)

@@ -10,6 +10,7 @@ import torch
 from .call import AttentionCall, four_axes, shaping
 from .checking import site_norms
 from .failure import explain
+from .pieces import Piece, pieces
 from .refusal import Refusal, RefusalCode
 from .selection import Use
 from .spec import AttentionSpec
@@ -17,6 +18,8 @@ from .spec import AttentionSpec
 
 def server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Tensor | Refusal]:
     """The function that serves calls like ``call`` with ``use``: views in, kernel, view out."""
+    if parts := pieces(spec, use.backend.support.max_offset):
+        return _server_of_pieces(use, call, spec, parts)
     to_kernel, from_kernel = shaping(call, spec, use.layout, use.expand_kv, use.backend.support.max_offset)
     function, keywords, name = use.kernel.function, use.keywords(spec), use.backend.name
     index = call.query.device.index if call.query.is_cuda else None
@@ -32,6 +35,40 @@ def server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Callable[..., 
                 return from_kernel(function(query, key, value, **given))
         except Exception as error:  # whatever a kernel package may raise, the picture goes on
             return explain(error, name)
+
+    return serve
+
+
+def _server_of_pieces(
+    use: Use, call: AttentionCall, spec: AttentionSpec, parts: list[Piece]
+) -> Callable[..., torch.Tensor | Refusal]:
+    """``server`` for a call that is beyond the kernel's reach as a whole; what is copied is copied piece by piece."""
+    shape = (spec.batch_size, spec.qo_len, spec.num_qo_heads, spec.head_dim)
+
+    def heads_first(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor if call.skip_reshape else tensor.unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
+
+    servers = []
+    for part in parts:
+        query, key, value = part.of(*map(heads_first, call[:3]))
+        heads = query.shape[1]
+        small = spec._replace(batch_size=1, num_qo_heads=heads, num_kv_heads=key.shape[1])
+        like = AttentionCall.from_comfy(query, key, value, heads, skip_reshape=True, skip_output_reshape=True)
+        servers.append(server(use, like, small))
+
+    def serve(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:
+        try:
+            tensors = heads_first(query), heads_first(key), heads_first(value)
+            output = query.new_empty(shape).transpose(1, 2)
+        except Exception as error:  # memory can be too short for it
+            return explain(error, use.backend.name)
+        for part, serve_part in zip(parts, servers, strict=True):
+            given = None if mask is None else part.of_mask(four_axes(mask))
+            served = serve_part(*part.of(*tensors), given)
+            if isinstance(served, Refusal):
+                return served
+            output[part.batch, part.heads] = served
+        return output if call.skip_output_reshape else output.transpose(1, 2).flatten(2)
 
     return serve
 

@@ -124,14 +124,14 @@ def test_grouped_heads_are_expanded_for_a_kernel_that_does_not_take_them(heads, 
         ({"qo_len": 128, "kv_len": 128}, False),
         ({"qo_len": 129, "kv_len": 128}, True),
         ({"qo_len": 128, "kv_len": 129}, True),
-        ({"batch_size": 2}, True),
-        ({"num_qo_heads": 4, "num_kv_heads": 2}, True),
+        ({"batch_size": 2, "num_qo_heads": 8, "num_kv_heads": 8}, False),  # served piece by piece
+        ({"num_qo_heads": 4, "num_kv_heads": 2}, True),  # the query heads of a key head belong together
         ({"head_dim": 65}, True),
         ({"qo_len": 64, "max_offset": 2**40}, False),
     ],
 )
-def test_tensors_whose_copies_are_beyond_the_reach_of_a_kernel_are_refused(fields, too_large):
-    limit = 2 * 128 * 64 - 1
+def test_heads_whose_copies_are_beyond_the_reach_of_a_kernel_are_refused(fields, too_large):
+    limit = 128 * 64 - 1
     assert choose(make_spec(**fields), named("k", max_offset=limit))[1] == {"k": ["offset"] * too_large}
     assert choose(make_spec(**fields), named("k", max_offset=None))[1] == {"k": []}
 
