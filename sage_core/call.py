@@ -11,6 +11,7 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, strided
 
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
+from .support import MAX_OFFSET_32_BIT
 
 KNOWN_ARGUMENTS = frozenset(
     ("scale", "enable_gqa", "low_precision_attention", "transformer_options", "_inside_attn_wrapper")
@@ -61,7 +62,7 @@ def decision_key(
             attn_precision,
             skip_reshape,
             skip_output_reshape,
-            mask if mask is None else (mask.shape, mask.dtype, mask.device),
+            mask if mask is None else (mask.shape, mask.stride(), mask.dtype, mask.device),
             tuple(extra),
             scale if scale is None or isinstance(scale, (int, float)) else type(scale),
             not extra.get("enable_gqa"),
@@ -139,7 +140,7 @@ class AttentionCall(NamedTuple):
             head_dim=shapes.head_dim,
             tensor_layout=self._memory_layout(),
             sm_scale=float(scale) if isinstance(scale, (int, float)) and math.isfinite(scale) else None,
-            max_offset=max(_max_offset(tensor) for tensor in (query, key, value)),
+            max_offset=max(largest_offset(tensor) for tensor in (query, key, value)),
         )
         if self.mask is not None:
             kind = MaskKind.BOOL if self.mask.dtype is torch.bool else MaskKind.ADDITIVE
@@ -223,6 +224,9 @@ class AttentionCall(NamedTuple):
         expanded = four_axes(self.mask).shape
         if any(have not in (1, want) for have, want in zip(expanded, target, strict=True)):
             return [Refusal(RefusalCode.ATTN_MASK, f"attn_mask {shape} does not broadcast to {list(target)}")]
+        if (offset := _last_offset(self.mask)) > MAX_OFFSET_32_BIT:
+            detail = f"attn_mask reaches element offset {offset}; kernels that take one reach {MAX_OFFSET_32_BIT}"
+            return [Refusal(RefusalCode.OFFSET, detail)]
         return []
 
 
@@ -255,7 +259,7 @@ def shaping(
     head_axis = 1 if layout == "HND" else 2
     repeats = spec.num_qo_heads // spec.num_kv_heads if expand_kv else 1
     copy = [
-        tensor.stride(-1) != 1 or (max_offset is not None and _max_offset(tensor) > max_offset)
+        tensor.stride(-1) != 1 or (max_offset is not None and largest_offset(tensor) > max_offset)
         for tensor in (call.query, call.key, call.value)
     ]
     any_copy = any(copy)
@@ -293,10 +297,14 @@ def _is_mask_dtype(mask: Tensor) -> bool:
     return mask.dtype is torch.bool or mask.dtype.is_floating_point
 
 
-def _max_offset(tensor: Tensor) -> int:
+def largest_offset(tensor: Tensor) -> int:
     """The largest element offset that indexing the tensor, or a contiguous copy of its shape, reaches."""
-    strided = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return max(strided, tensor.numel() - 1)
+    return max(_last_offset(tensor), tensor.numel() - 1)
+
+
+def _last_offset(tensor: Tensor) -> int:
+    """The element offset of the tensor's last element from its first."""
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _name(dtype: torch.dtype) -> str:

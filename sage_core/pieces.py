@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from torch import Tensor
 
+from .call import Tensors, largest_offset
 from .spec import AttentionSpec
 
-Tensors = tuple[Tensor, Tensor, Tensor]
+COPIED_SHARE = 8
+"""What has to be copied is copied in pieces of an eighth of the kernel's reach: where that is 32 bits, half a GiB of
+each of query, key and value in 16 bits."""
 
 
 class Piece(NamedTuple):
@@ -34,19 +38,29 @@ def smallest(spec: AttentionSpec) -> int:
     return spec.num_qo_heads // spec.num_kv_heads * max(spec.qo_len, spec.kv_len) * spec.head_dim
 
 
-def pieces(spec: AttentionSpec, max_offset: int | None) -> list[Piece]:
-    """The pieces of a call for a kernel that reaches element offsets up to ``max_offset``; none where it takes all.
+def pieces(spec: AttentionSpec, tensors: Tensors, max_offset: int | None) -> list[Piece]:
+    """The pieces of a call for a kernel that reaches element offsets up to ``max_offset``; none where it is not cut.
 
-    Not even the smallest piece may be too large.
+    ``tensors`` are query, key and value as (batch, heads, seq, head_dim). Not even the smallest piece of a contiguous
+    copy may be too large. As few pieces as may be, unless they have to be copied: then their copies are small.
     """
     whole = spec.batch_size * spec.num_kv_heads * smallest(spec)
-    if max_offset is None or whole - 1 <= max_offset:
+    if max_offset is None or max(spec.max_offset, whole - 1) <= max_offset:
         return []
-    at_once = min((max_offset + 1) // smallest(spec), spec.num_kv_heads)
+    found = _cut(spec, max_offset + 1)
+    if any(largest_offset(tensor) > max_offset for piece in found for tensor in piece.of(*tensors)):
+        found = _cut(spec, (max_offset + 1) // COPIED_SHARE)
+    return found if len(found) > 1 else []
+
+
+def _cut(spec: AttentionSpec, elements: int) -> list[Piece]:
+    """Pieces of one batch entry, of about equal size, and of ``elements`` at most where that is a whole key head."""
+    at_once = min(max(elements // smallest(spec), 1), spec.num_kv_heads)
+    groups = -(-spec.num_kv_heads // at_once)
+    ends = [spec.num_kv_heads * number // groups for number in range(groups + 1)]
     shared = spec.num_qo_heads // spec.num_kv_heads
-    found = []
-    for entry in range(spec.batch_size):
-        for first in range(0, spec.num_kv_heads, at_once):
-            last = min(first + at_once, spec.num_kv_heads)
-            found.append(Piece(slice(entry, entry + 1), slice(first * shared, last * shared), slice(first, last)))
-    return found
+    return [
+        Piece(slice(entry, entry + 1), slice(first * shared, last * shared), slice(first, last))
+        for entry in range(spec.batch_size)
+        for first, last in pairwise(ends)
+    ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .call import AttentionCall, four_axes, shaping
+from .call import AttentionCall, Tensors, four_axes, shaping
 from .checking import site_norms
 from .failure import explain
 from .pieces import Piece, pieces
@@ -15,11 +15,19 @@ from .refusal import Refusal, RefusalCode
 from .selection import Use
 from .spec import AttentionSpec
 
+Serve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], "torch.Tensor | Refusal"]
+"""ComfyUI's (query, key, value, mask) -> output, or the Refusal of a kernel that raised. A plan keeps it, so no tensor
+may be in it: what depends on the call is read from ``call`` before."""
 
-def server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Tensor | Refusal]:
+
+def server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Serve:
     """The function that serves calls like ``call`` with ``use``: views in, kernel, view out."""
-    if parts := pieces(spec, use.backend.support.max_offset):
-        return _server_of_pieces(use, call, spec, parts)
+    split = _splitter(call, spec)
+    parts = pieces(spec, split(*call[:3]), use.backend.support.max_offset)
+    return _server_of_pieces(use, call, spec, parts) if parts else _server_of_whole(use, call, spec)
+
+
+def _server_of_whole(use: Use, call: AttentionCall, spec: AttentionSpec) -> Serve:
     to_kernel, from_kernel = shaping(call, spec, use.layout, use.expand_kv, use.backend.support.max_offset)
     function, keywords, name = use.kernel.function, use.keywords(spec), use.backend.name
     index = call.query.device.index if call.query.is_cuda else None
@@ -39,38 +47,43 @@ def server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Callable[..., 
     return serve
 
 
-def _server_of_pieces(
-    use: Use, call: AttentionCall, spec: AttentionSpec, parts: list[Piece]
-) -> Callable[..., torch.Tensor | Refusal]:
-    """``server`` for a call that is beyond the kernel's reach as a whole; what is copied is copied piece by piece."""
+def _server_of_pieces(use: Use, call: AttentionCall, spec: AttentionSpec, parts: list[Piece]) -> Serve:
+    """``server`` for a call that is cut: what is copied for the kernel is copied piece by piece."""
+    split, join, name = _splitter(call, spec), not call.skip_output_reshape, use.backend.name
     shape = (spec.batch_size, spec.qo_len, spec.num_qo_heads, spec.head_dim)
-
-    def heads_first(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if call.skip_reshape else tensor.unflatten(-1, (-1, spec.head_dim)).transpose(1, 2)
-
     servers = []
     for part in parts:
-        query, key, value = part.of(*map(heads_first, call[:3]))
+        query, key, value = part.of(*split(*call[:3]))
         heads = query.shape[1]
         small = spec._replace(batch_size=1, num_qo_heads=heads, num_kv_heads=key.shape[1])
         like = AttentionCall.from_comfy(query, key, value, heads, skip_reshape=True, skip_output_reshape=True)
-        servers.append(server(use, like, small))
+        servers.append(_server_of_whole(use, like, small))
 
     def serve(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> Any:
         try:
-            tensors = heads_first(query), heads_first(key), heads_first(value)
+            tensors = split(query, key, value)
             output = query.new_empty(shape).transpose(1, 2)
         except Exception as error:  # memory can be too short for it
-            return explain(error, use.backend.name)
+            return explain(error, name)
         for part, serve_part in zip(parts, servers, strict=True):
-            given = None if mask is None else part.of_mask(four_axes(mask))
-            served = serve_part(*part.of(*tensors), given)
+            place = output[part.batch, part.heads]
+            served = serve_part(*part.of(*tensors), None if mask is None else part.of_mask(four_axes(mask)))
             if isinstance(served, Refusal):
                 return served
-            output[part.batch, part.heads] = served
-        return output if call.skip_output_reshape else output.transpose(1, 2).flatten(2)
+            if (served.shape, served.dtype) != (place.shape, place.dtype):  # it would be cast, or repeated
+                return _misfit(name, served, place)
+            place.copy_(served)
+        return output.transpose(1, 2).flatten(2) if join else output
 
     return serve
+
+
+def _splitter(call: AttentionCall, spec: AttentionSpec) -> Callable[..., Tensors]:
+    """The function that makes ComfyUI's query, key and value (batch, heads, seq, head_dim), as views."""
+    head_dim = spec.head_dim
+    if call.skip_reshape:
+        return lambda query, key, value: (query, key, value)
+    return lambda *tensors: tuple(tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2) for tensor in tensors)
 
 
 def looker(call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Tensor]:
@@ -91,5 +104,9 @@ def misfit(name: str, output: torch.Tensor, query: torch.Tensor) -> Refusal | No
     """Why an output cannot be handed on for ``query``; None when size and dtype are query's."""
     if output.dtype == query.dtype and output.numel() == query.numel():
         return None
+    return _misfit(name, output, query)
+
+
+def _misfit(name: str, output: torch.Tensor, query: torch.Tensor) -> Refusal:
     detail = f"{name} returned {list(output.shape)} {output.dtype} for query {list(query.shape)} {query.dtype}"
     return Refusal(RefusalCode.KERNEL_ERROR, detail)

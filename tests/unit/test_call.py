@@ -224,6 +224,18 @@ def test_a_boolean_mask_with_as_many_rows_as_samples_and_queries_has_two_meaning
     assert read(batch=5, qo_len=5, mask=torch.zeros(5, 5))[1] == ()
 
 
+@pytest.mark.parametrize("rows", [2**15, 2**16])
+def test_a_mask_past_32_bits_is_refused(rows):
+    """A mask counts as it lies in memory: one row for all is small."""
+    dense = virtual_memory(rows * rows).view(torch.bool).view(rows, rows)
+    call = {"qo_len": rows, "head_dim": 1}
+    assert codes(read(**call, mask=dense)[1]) == ([] if rows == 2**15 else ["offset"])
+    one_row = dense[:1].expand(rows, rows)
+    assert read(**call, mask=one_row)[1] == ()
+    (*tensors, heads), _ = comfy_arguments(**call)
+    assert key_of(*tensors, heads, mask=dense) != key_of(*tensors, heads, mask=one_row)
+
+
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=4))
 @settings(deadline=None)
 def test_a_mask_is_taken_exactly_when_pytorch_would_broadcast_it(shape):
