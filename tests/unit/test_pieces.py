@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sage_core.backends.base import Kernel
 from sage_core.call import AttentionCall, largest_offset
 from sage_core.pieces import COPIED_SHARE, pieces, smallest
+from sage_core.selection import Use
+from sage_core.serving import server
 from sage_core.support import MAX_OFFSET_32_BIT
 from tests.unit.conftest import (
     FakeComfy,
@@ -209,6 +212,32 @@ def test_a_call_is_cut_for_key_heads_that_are_repeated():
     assert len(kernel.calls) == 2
     assert max(kernel.reached) <= limit
     torch.testing.assert_close(output, Native()(*args, **keywords), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(("rows", "width", "kernel_calls"), [(99_866, 3, 3), (400_000, 1, 12)], ids=["fused", "long"])
+def test_tensors_of_true_size_reach_the_kernel_within_32_bits(layout, rows, width, kernel_calls):
+    """56 heads of 128 in tensors without memory: a third of a fused tensor, and more than 2**31 elements. At most 20
+    heads of the one and 5 of the other are an eighth of 2**31 elements."""
+    reached = []
+
+    def kernel(query, key, value, **keywords):
+        assert keywords == {"tensor_layout": layout, "sm_scale": 128**-0.5}
+        reached.extend(map(largest_offset, (query, key, value)))
+        return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+    fused = torch.empty(1, rows, width * 56 * 128, dtype=torch.bfloat16, device="meta")
+    call = AttentionCall.from_comfy(*(fused[..., : 56 * 128] for _ in range(3)), 56)
+    sizes = {"num_qo_heads": 56, "num_kv_heads": 56, "qo_len": rows, "kv_len": rows, "head_dim": 128}
+    spec = make_spec(**sizes, dtype="bfloat16", max_offset=largest_offset(call.query))
+    assert spec.max_offset > MAX_OFFSET_32_BIT
+    backend = fake_backend(kernel)
+    use = Use(backend, Kernel(kernel, frozenset()), layout, expand_kv=False, smooth_k=None)
+    output = server(use, call, spec)(*call[:3], None)
+    assert (output.shape, output.dtype) == (call.query.shape, torch.bfloat16)
+    assert output.is_contiguous()
+    assert len(reached) == 3 * kernel_calls
+    assert max(reached) <= MAX_OFFSET_32_BIT // COPIED_SHARE  # half a GiB of each, in 16 bits
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
