@@ -11,7 +11,6 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, strided
 
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
-from .support import MAX_OFFSET_32_BIT
 
 KNOWN_ARGUMENTS = frozenset(
     ("scale", "enable_gqa", "low_precision_attention", "transformer_options", "_inside_attn_wrapper")
@@ -145,7 +144,10 @@ class AttentionCall(NamedTuple):
         if self.mask is not None:
             kind = MaskKind.BOOL if self.mask.dtype is torch.bool else MaskKind.ADDITIVE
             spec = spec._replace(mask_kind=kind, mask_dtype=_name(self.mask.dtype))
-            refusals.extend(self._mask_refusals(spec))
+            if unfit := self._mask_refusals(spec):
+                return spec, (*refusals, *unfit)
+            shared = spec.num_qo_heads // spec.num_kv_heads
+            spec = spec._replace(mask_offset=last_offset(four_axes(self.mask)[:1, :shared]))
         return spec, tuple(refusals)
 
     def _forbidden(self) -> list[Refusal]:
@@ -224,9 +226,6 @@ class AttentionCall(NamedTuple):
         expanded = four_axes(self.mask).shape
         if any(have not in (1, want) for have, want in zip(expanded, target, strict=True)):
             return [Refusal(RefusalCode.ATTN_MASK, f"attn_mask {shape} does not broadcast to {list(target)}")]
-        if (offset := _last_offset(self.mask)) > MAX_OFFSET_32_BIT:
-            detail = f"attn_mask reaches element offset {offset}; kernels that take one reach {MAX_OFFSET_32_BIT}"
-            return [Refusal(RefusalCode.OFFSET, detail)]
         return []
 
 
@@ -299,10 +298,10 @@ def _is_mask_dtype(mask: Tensor) -> bool:
 
 def largest_offset(tensor: Tensor) -> int:
     """The largest element offset that indexing the tensor, or a contiguous copy of its shape, reaches."""
-    return max(_last_offset(tensor), tensor.numel() - 1)
+    return max(last_offset(tensor), tensor.numel() - 1)
 
 
-def _last_offset(tensor: Tensor) -> int:
+def last_offset(tensor: Tensor) -> int:
     """The element offset of the tensor's last element from its first."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 

@@ -110,7 +110,7 @@ class CandidateFinder:
         one from serving.
         """
         device = call.query.device
-        key = f"{self.session.device_name(device)}: {native_name}: {spec._replace(max_offset=0)!r}"
+        key = f"{self.session.device_name(device)}: {native_name}: {spec.without_offsets()!r}"
         known, failed = self._remembered(key), dict(self.no_room.get(key, {}))
         failed |= self._try(
             {name: use for name, use in variants.items() if name not in {**known, **failed}}, spec, device

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .call import Tensors, largest_offset
+from .call import Tensors, largest_offset, last_offset
 from .spec import AttentionSpec
 
 COPIED_SHARE = 8
@@ -38,18 +38,22 @@ def smallest(spec: AttentionSpec) -> int:
     return spec.num_qo_heads // spec.num_kv_heads * max(spec.qo_len, spec.kv_len) * spec.head_dim
 
 
-def pieces(spec: AttentionSpec, tensors: Tensors, max_offset: int | None) -> list[Piece]:
+def pieces(spec: AttentionSpec, tensors: Tensors, max_offset: int | None, mask: Tensor | None = None) -> list[Piece]:
     """The pieces of a call for a kernel that reaches element offsets up to ``max_offset``; none where it is not cut.
 
-    ``tensors`` are query, key and value as (batch, heads, seq, head_dim). Not even the smallest piece of a contiguous
-    copy may be too large. As few pieces as may be, unless they have to be copied: then their copies are small.
+    ``tensors`` are query, key and value as (batch, heads, seq, head_dim), ``mask`` is attn_mask of four axes. Neither
+    the smallest piece of a contiguous copy nor that of the mask may be too large. As few pieces as may be, unless they
+    have to be copied: then their copies are small.
     """
     whole = spec.batch_size * spec.num_kv_heads * smallest(spec)
-    if max_offset is None or max(spec.max_offset, whole - 1) <= max_offset:
+    reached = max(spec.max_offset, whole - 1, 0 if mask is None else last_offset(mask))
+    if max_offset is None or reached <= max_offset:
         return []
     found = _cut(spec, max_offset + 1)
     if any(largest_offset(tensor) > max_offset for piece in found for tensor in piece.of(*tensors)):
         found = _cut(spec, (max_offset + 1) // COPIED_SHARE)
+    if mask is not None and any(last_offset(piece.of_mask(mask)) > max_offset for piece in found):
+        found = _cut(spec, smallest(spec))  # heads with that many scores are worth a launch each
     return found if len(found) > 1 else []
 
 

@@ -152,9 +152,14 @@ def judge(
 
 
 def _too_large(spec: AttentionSpec, backend: Backend) -> Refusal | None:
-    """Why even a contiguous copy of the smallest piece of the call is beyond the kernel's element offsets."""
+    """Why the smallest piece of the call, even as a contiguous copy, or of attn_mask is beyond the kernel's reach."""
     limit = backend.support.max_offset
-    if limit is None or smallest(spec) - 1 <= limit:
+    if limit is None:
         return None
-    detail = f"a head of this call has {smallest(spec)} elements; {backend.name} reaches {limit + 1}"
-    return Refusal(RefusalCode.OFFSET, detail)
+    if smallest(spec) - 1 > limit:
+        detail = f"a head of this call has {smallest(spec)} elements; {backend.name} reaches {limit + 1}"
+        return Refusal(RefusalCode.OFFSET, detail)
+    if spec.mask_offset > limit:
+        detail = f"attn_mask of a head spans {spec.mask_offset + 1} elements; {backend.name} reaches {limit + 1}"
+        return Refusal(RefusalCode.OFFSET, detail)
+    return None

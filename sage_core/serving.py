@@ -23,7 +23,8 @@ may be in it: what depends on the call is read from ``call`` before."""
 def server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Serve:
     """The function that serves calls like ``call`` with ``use``: views in, kernel, view out."""
     split = _splitter(call, spec)
-    parts = pieces(spec, split(*call[:3]), use.backend.support.max_offset)
+    mask = None if call.mask is None else four_axes(call.mask)
+    parts = pieces(spec, split(*call[:3]), use.backend.support.max_offset, mask)
     return _server_of_pieces(use, call, spec, parts) if parts else _server_of_whole(use, call, spec)
 
 

@@ -19,7 +19,8 @@ class AttentionSpec(NamedTuple):
 
     Shapes follow (batch, heads, seq, head_dim); ``tensor_layout`` says which axis order memory really has, and so
     which one a kernel can be handed without a copy. ``dtype`` and ``arch`` are names ("bfloat16", "sm90"), so that
-    a spec is plain data. ``max_offset`` is the largest element offset that any of query, key and value reaches.
+    a spec is plain data. ``max_offset`` is the largest element offset that any of query, key and value reaches, and
+    ``mask_offset`` what attn_mask reaches for the query heads that share one key head.
     """
 
     arch: str
@@ -36,6 +37,7 @@ class AttentionSpec(NamedTuple):
     is_causal: bool = False
     sm_scale: float | None = None
     max_offset: int = 0
+    mask_offset: int = 0
 
     @property
     def enable_gqa(self) -> bool:
@@ -46,6 +48,10 @@ class AttentionSpec(NamedTuple):
     def softmax_scale(self) -> float:
         """The factor on query times key: ``sm_scale``, or head_dim ** -0.5 when none was given."""
         return self.head_dim**-0.5 if self.sm_scale is None else self.sm_scale
+
+    def without_offsets(self) -> AttentionSpec:
+        """The spec that calls share whose tensors differ only in where they lie in memory."""
+        return self._replace(max_offset=0, mask_offset=0)
 
     def describe(self) -> str:
         """A short name for logs and reports, such as ``1 x 24 x 4608 x 128 bfloat16 NHD``."""

@@ -294,7 +294,7 @@ def _shapes(by_plan: Counter[Plan]) -> list[dict[str, Any]]:
     times: dict[Any, Any] = {}
     for plan, number in by_plan.items():
         # offsets tell sites apart that share a shape
-        spec = plan.spec and plan.spec._replace(max_offset=0)
+        spec = plan.spec and plan.spec.without_offsets()
         by_spec[spec, plan.kernel] += number
         times.setdefault(spec, {}).update(plan.times)
     return [
@@ -356,7 +356,7 @@ def nan_to_infinity(value: float) -> float:
 def spec_to_json(spec: Any) -> dict[str, Any]:
     """An AttentionSpec as JSON, with the text that people read beside the numbers."""
     fields = spec._asdict()
-    del fields["max_offset"]
+    del fields["max_offset"], fields["mask_offset"]
     fields["mask_kind"] = spec.mask_kind.value
     return {"text": spec.describe(), **fields}
 

@@ -225,13 +225,18 @@ def test_a_boolean_mask_with_as_many_rows_as_samples_and_queries_has_two_meaning
 
 
 @pytest.mark.parametrize("rows", [2**15, 2**16])
-def test_a_mask_past_32_bits_is_refused(rows):
-    """A mask counts as it lies in memory: one row for all is small."""
+def test_a_mask_counts_as_it_lies_in_memory(rows):
+    """One row for all is small. How far a mask may reach is each kernel's own limit."""
     dense = virtual_memory(rows * rows).view(torch.bool).view(rows, rows)
     call = {"qo_len": rows, "head_dim": 1}
-    assert codes(read(**call, mask=dense)[1]) == ([] if rows == 2**15 else ["offset"])
     one_row = dense[:1].expand(rows, rows)
-    assert read(**call, mask=one_row)[1] == ()
+    for mask, reached in ((dense, rows * rows - 1), (one_row, rows - 1)):
+        spec, refusals = read(**call, mask=mask)
+        assert (spec.mask_offset, refusals) == (reached, ())
+    by_head = virtual_memory(2 * 12 * 64).view(torch.bool).view(2, 12, 8, 8)
+    for kv_heads, reached in ((12, 63), (4, 3 * 64 - 1), (1, 12 * 64 - 1)):
+        spec, _ = read(batch=2, heads=12, kv_heads=kv_heads, qo_len=8, mask=by_head, skip_reshape=True)
+        assert spec.mask_offset == reached
     (*tensors, heads), _ = comfy_arguments(**call)
     assert key_of(*tensors, heads, mask=dense) != key_of(*tensors, heads, mask=one_row)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from sage_core.backends.base import Kernel
-from sage_core.call import AttentionCall, largest_offset
+from sage_core.call import AttentionCall, largest_offset, last_offset
 from sage_core.pieces import COPIED_SHARE, pieces, smallest
 from sage_core.selection import Use
 from sage_core.serving import server
@@ -27,7 +27,7 @@ from tests.unit.conftest import (
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-QO_LEN, KV_LEN, HEAD_DIM = 40, 36, 16
+QO_LEN, KV_LEN, HEAD_DIM = 40, 36, 80
 HEAD = QO_LEN * HEAD_DIM
 """Elements of a head of query in the calls here."""
 
@@ -178,6 +178,49 @@ def test_the_pieces_give_what_the_whole_would(layouts, skip_reshape, skip_output
     assert all(torch.equal(one, other) for one, other in zip(args[:3], before, strict=True))
 
 
+SCORES = QO_LEN * KV_LEN
+"""Elements of a mask for one head."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit", "kernel_calls"),
+    [
+        ((2, 4, QO_LEN, KV_LEN), 8 * SCORES - 1, 1),
+        ((2, 4, QO_LEN, KV_LEN), 4 * SCORES - 1, 2),  # each batch entry within reach
+        ((2, 4, QO_LEN, KV_LEN), 4 * SCORES - 2, 8),
+        ((2, 4, QO_LEN, KV_LEN), 1 * SCORES - 1, 8),
+        ((2, 4, QO_LEN, KV_LEN), 1 * SCORES - 2, None),  # not even one head
+        ((2, 1, QO_LEN, KV_LEN), 1 * SCORES - 1, 2),
+        ((1, 1, QO_LEN, KV_LEN), 1 * SCORES - 1, 1),
+        ((QO_LEN, KV_LEN), 1 * SCORES - 2, None),
+    ],
+)
+def test_a_call_whose_mask_alone_is_too_large_is_cut_as_far_as_that_helps(shape, limit, kernel_calls):
+    mask = normal(*shape, seed=9)
+    args, keywords = comfy_arguments(batch=2, heads=4, qo_len=QO_LEN, kv_len=KV_LEN, head_dim=4, mask=mask)
+    assert max(map(largest_offset, args[:3])) <= SCORES - 2
+    reached = []
+
+    def note(*call):
+        reached.append(last_offset(call[-1]))
+        return attention(*call)
+
+    backend = fake_backend(FakeKernel(note), max_offset=limit)
+    comfy = FakeComfy(
+        make_dispatcher(backend), lambda attend, options: attend(*args, **keywords, transformer_options=options)
+    )
+    comfy.sample()
+    del reached[:]
+    (output,) = comfy.sample()
+    torch.testing.assert_close(output, Native()(*args, **keywords), rtol=1e-4, atol=1e-5)
+    if kernel_calls is None:
+        assert [refusal["code"] for refusal in comfy.run()["refusals"]] == ["offset"]
+        assert reached == []
+    else:
+        assert len(reached) == kernel_calls
+        assert max(reached) <= limit
+
+
 @pytest.mark.parametrize("batch", [1, 2])
 def test_views_into_a_fused_tensor_are_copied_piece_by_piece(batch):
     heads = 6
@@ -243,7 +286,7 @@ def test_tensors_of_true_size_reach_the_kernel_within_32_bits(layout, rows, widt
 @pytest.mark.parametrize("failing", [0, 1, 2])
 @pytest.mark.parametrize("how", ["raises", "gives a part", "gives another dtype"])
 def test_a_piece_that_fails_makes_the_call_native(failing, how):
-    args, keywords = comfy_arguments(heads=6, qo_len=QO_LEN, skip_reshape=True)
+    args, keywords = comfy_arguments(heads=6, qo_len=QO_LEN, head_dim=HEAD_DIM, skip_reshape=True)
     made = []
 
     def spoil(*call):

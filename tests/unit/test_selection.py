@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from sage_core.backends.base import Kernel
+from sage_core.backends.reference import INT8_REFERENCE
 from sage_core.policy import Policy
 from sage_core.refusal import Refusal, RefusalCode
 from sage_core.selection import Plan, Use, Verdict, select
 from sage_core.spec import MaskKind
+from sage_core.support import MAX_OFFSET_32_BIT
 from tests.unit.conftest import attention, codes, fake_backend, make_spec
 
 BROKEN = Refusal(RefusalCode.BUILD, "broken")
@@ -134,6 +136,14 @@ def test_heads_whose_copies_are_beyond_the_reach_of_a_kernel_are_refused(fields,
     limit = 128 * 64 - 1
     assert choose(make_spec(**fields), named("k", max_offset=limit))[1] == {"k": ["offset"] * too_large}
     assert choose(make_spec(**fields), named("k", max_offset=None))[1] == {"k": []}
+
+
+@pytest.mark.parametrize(("offset", "reasons"), [(MAX_OFFSET_32_BIT, []), (MAX_OFFSET_32_BIT + 1, ["offset"])])
+def test_a_mask_beyond_the_reach_of_a_kernel_is_refused_for_that_kernel_alone(offset, reasons):
+    spec = make_spec(mask_kind=MaskKind.BOOL, mask_dtype="bool", mask_offset=offset)
+    assert choose(spec, named("k"))[1] == {"k": reasons}
+    assert choose(spec, named("k", max_offset=None))[1] == {"k": []}
+    assert choose(spec, INT8_REFERENCE)[1] == {"int8_reference": []}
 
 
 @pytest.mark.parametrize("layouts", [("NHD", "HND"), ("HND",), ("HND", "NHD")])

@@ -110,7 +110,7 @@ def test_sites_are_in_the_order_of_the_forward_and_calls_without_a_site_come_las
 
 
 def test_shapes_that_differ_in_their_offset_only_are_one():
-    plans = [Plan("a", make_spec(max_offset=offset), None) for offset in range(5)]
+    plans = [Plan("a", make_spec(max_offset=offset, mask_offset=2 * offset), None) for offset in range(5)]
     (shape,) = make_run(plans).snapshot()["shapes"]
     assert (shape["kernel"], shape["calls"]) == ("a", 5)
     assert shape["spec"] == spec_to_json(make_spec())
@@ -122,7 +122,7 @@ def test_a_spec_as_json_has_plain_values_and_the_text_that_people_read():
     written = json.loads(json.dumps(spec_to_json(spec)))
     assert written["text"] == spec.describe()
     assert (written["mask_kind"], written["mask_dtype"], written["sm_scale"]) == ("bool", "bool", 0.5)
-    assert set(written) == {"text", *spec._fields} - {"max_offset"}
+    assert set(written) == {"text", *spec._fields} - {"max_offset", "mask_offset"}
 
 
 def test_a_run_without_a_call_is_empty_and_no_error():

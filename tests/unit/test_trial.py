@@ -239,7 +239,7 @@ def test_the_example_is_the_same_each_time_and_leaves_the_global_random_numbers_
         ({"num_qo_heads": 7, "num_kv_heads": 1}, {"num_qo_heads": 7, "num_kv_heads": 1}),
         ({"qo_len": 4_608, "kv_len": 77}, {"qo_len": TRIAL_LENGTH, "kv_len": 77}),
         ({"qo_len": 4_173, "kv_len": 4_173}, {"qo_len": TRIAL_LENGTH + 77, "kv_len": TRIAL_LENGTH + 77}),
-        ({"max_offset": 2**40}, {"max_offset": 0}),
+        ({"max_offset": 2**40, "mask_offset": 2**40}, {"max_offset": 0, "mask_offset": 0}),
         ({"head_dim": 160, "dtype": "bfloat16"}, {"head_dim": 160, "dtype": "bfloat16"}),
     ],
 )
