@@ -96,7 +96,7 @@ class Dispatcher:
         site = len(plans)
         reason = self._block_refusal(forward, kwargs) if self._skips_blocks else forward.reason
         try:
-            alike = self._known.get(decision_key(*args, **kwargs))
+            alike = self._known[forward.host_bound].get(decision_key(*args, **kwargs))
         except TypeError:
             plan: Plan | None = UNREADABLE
         else:
@@ -162,7 +162,7 @@ class Dispatcher:
             if plan.once.code is RefusalCode.OUT_OF_MEMORY:
                 self._leave_to_native(forward, plan.once)
             return plan
-        self._plans.keep(key, place, plan)
+        self._plans.keep(key, place, plan, forward.host_bound)
         return plan
 
     def _block_refusal(self, forward: Forward, kwargs: dict[str, Any]) -> Refusal | None:

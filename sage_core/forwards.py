@@ -105,7 +105,7 @@ class Review:
     def find_limit(self, forward: Forward, key: str, native: Callable[[], Any], wait: Wait | None) -> bool | None:
         """Find out, once, whether the host limits such forwards, where the choice of a kernel rests on it.
 
-        What was found, when the forward's plans were made for the other case; those are forgotten. None otherwise.
+        What was found, when some of the forward's plans were made for the other case; None otherwise.
         """
         guessed = {plan.host_bound for plan in forward.plans} - {None}
         if wait is None or not guessed or forward.host_bound is not None or self.policy.compare_with_native == "never":
@@ -121,7 +121,6 @@ class Review:
         self.session.measurements.put("limits", key, {"host_bound": bound})
         if guessed == {bound}:
             return None
-        self.plans.forget()
         forward.run.note(f"planned again: the {'host' if bound else 'device'} limits this model call")
         return bound
 

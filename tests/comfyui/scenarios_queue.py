@@ -188,7 +188,7 @@ def _kept(dispatcher: Any) -> dict[str, int]:
                 continue
             if isinstance(value, (dict, list, set, deque, weakref.WeakKeyDictionary)):
                 sizes[f"{name}.{field}"] = len(value)
-    return sizes
+    return {**sizes, "plans.known": len(_plans(dispatcher))}
 
 
 def in_a_row(models: list[str], before: int, items: int) -> dict[str, Any]:
@@ -212,7 +212,8 @@ def in_a_row(models: list[str], before: int, items: int) -> dict[str, Any]:
 
 
 def _plans(dispatcher: Any) -> list[int]:
-    return sorted(id(plan) for alike in dispatcher._plans.known.values() for plan in alike.values())
+    kept = dispatcher._plans.known.values()
+    return sorted({id(plan) for known in kept for alike in known.values() for plan in alike.values()})
 
 
 def alternating() -> dict[str, Any]:

@@ -480,6 +480,22 @@ def test_what_limits_the_forward_is_measured_and_decides(
     assert same_bits(first, second)
 
 
+def test_forwards_that_share_calls_and_are_limited_differently_have_plans_of_their_own(asynchronous, monkeypatch):
+    asynchronous.native_ms, asynchronous.native_host_ms = 0.3, 0.03
+    asynchronous.add("saves device time", 0.15, 0.09, exact=True)
+    limited = {1: launching(asynchronous, 5.0), 2: launching(asynchronous, 0.1, 9.0)}
+    comfy = asynchronous.comfy(compare_with_native="first time")
+    planned = []
+    plan = comfy.dispatcher._planner.plan
+    monkeypatch.setattr(comfy.dispatcher._planner, "plan", lambda *given: planned.append(1) or plan(*given))
+    for batch in (1, 2, 1, 2):
+        comfy.forward_once = limited[batch]
+        comfy.forward = lambda sigma, batch=batch: FakeComfy.forward(comfy, sigma, batch=batch)
+        comfy.sample((1.0, 0.5, 0.0))
+    assert [served(run) for run in comfy.runs()[2:]] == [{NATIVE: 6}, {"saves device time": 6}]
+    assert len(planned) == 3 + 3  # once for each site and limit; what was guessed rightly holds
+
+
 @pytest.mark.parametrize("obstructed", ["never compared", "another node", "no memory"])
 def test_where_native_cannot_be_run_as_well_the_length_of_the_calls_tells(asynchronous, obstructed):
     asynchronous.native_ms, asynchronous.native_host_ms = 0.3, 0.03

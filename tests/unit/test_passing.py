@@ -119,10 +119,23 @@ def test_each_kernel_that_a_site_loses_counts():
     plans = Plans(make_session())
     for number, kernel in enumerate(("a", "b"), 1):
         plan = Plan(kernel, None, None)
-        plans.keep(("k",), (0, None), plan)
+        plans.keep(("k",), (0, None), plan, None)
         plans.ban([plan], lambda plan: Refusal(RefusalCode.ACCURACY, "far off"))
         assert plans.bans == number
     assert [verdict.kernel for verdict in plans.banned(("k",), (0, None))] == ["a", "b"]
+
+
+def test_a_site_loses_a_kernel_whatever_limits_the_forward():
+    plans = Plans(make_session())
+    key, place, site = ("k",), (0, None), (1, None)
+    made = {limit: Plan("a", None, None, host_bound=limit) for limit in (True, False)}
+    for limit, plan in made.items():
+        plans.keep(key, place, plan, limit)
+        plans.keep(key, site, Plan("a", None, None), limit)
+    plans.ban([made[True]], lambda plan: Refusal(RefusalCode.ACCURACY, "far off"))
+    assert [set(plans.known[limit][key]) for limit in (True, False)] == [{site}, {site}]
+    assert [verdict.kernel for verdict in plans.banned(key, place)] == ["a"]
+    assert plans.bans == 1
 
 
 def test_a_file_error_that_passed_is_forgotten_although_the_kernel_never_serves():
