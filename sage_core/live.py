@@ -25,6 +25,8 @@ class Record:
         self.about = about
         """The policy and the name of the override that was there before, as in a report."""
         self._last: dict[str, Any] | None = None
+        self.said: dict[str, Any] | None = None
+        """The status that was sent last."""
 
     @property
     def ended(self) -> bool:
@@ -98,7 +100,6 @@ class Live:
         return next((record for record in self.newest_first() if record.run.uid == uid), None)
 
     def _follow(self) -> None:
-        said: dict[str, dict[str, Any]] = {}
         while True:
             self._sleep(self._interval_s)
             with self._lock:
@@ -106,8 +107,8 @@ class Live:
             ended = [record for record in records if record.ended]
             for record in _newest_of_each_node(records):
                 status = record.status()
-                if said.get(record.run.uid) != status:
-                    said[record.run.uid] = status
+                if record.said != status:
+                    record.said = status
                     self._send(status)
             with self._lock:
                 self._open = [record for record in self._open if record not in ended]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from sage_core.live import MAX_KEPT, Live
+from sage_core.live import MAX_KEPT, Live, Record
 from sage_core.selection import Plan
 from sage_core.stats import OUTSIDE, Run
 from tests.unit.conftest import make_spec
@@ -146,6 +147,35 @@ def test_of_two_runs_of_one_node_the_later_is_told_of_and_other_nodes_have_their
     second, other = followed.add(a_run("5")), followed.add(a_run("12:5"))
     assert {event["uid"] for event in followed.tick()} == {second.uid, other.uid}
     assert [record.run for record in followed.live._open] == [second, other]
+
+
+def test_what_was_said_goes_with_the_run_although_runs_follow_each_other_without_a_gap(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(dict[str, Any]):
+        """One that can be referred to without being kept."""
+
+    told: list[weakref.ref[Told]] = []
+    status = Record.status
+
+    def noted(record: Record) -> Told:
+        said = Told(status(record))
+        told.append(weakref.ref(said))
+        return said
+
+    monkeypatch.setattr(Record, "status", noted)
+    before = followed.add(a_run())
+    followed.clock.wait_until_asleep()
+    thread = followed.live._thread
+    for _ in range(3 * MAX_KEPT):
+        run = followed.add(a_run())
+        before.close("finished")
+        followed.tick()
+        followed.sent.clear()
+        before = run
+    assert followed.live._thread is thread
+    assert len(told) >= 3 * MAX_KEPT
+    assert sum(said() is not None for said in told) <= MAX_KEPT
 
 
 def test_calls_outside_a_sampler_are_kept_and_not_waited_for(followed: Followed) -> None:
