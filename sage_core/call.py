@@ -73,7 +73,10 @@ def decision_key(
                 or value.requires_grad
                 or (mask is not None and mask.requires_grad)
             ),
-            is_autocast_enabled("cuda" if query.is_cuda else "cpu" if query.is_cpu else query.device.type),
+            # most calls are on these, and need no way round an exception
+            is_autocast_enabled("cuda" if query.is_cuda else "cpu")
+            if query.is_cuda or query.is_cpu
+            else _autocast(query.device.type),
         )
     except RuntimeError:  # nested tensors have no shape
         return None
@@ -171,7 +174,10 @@ class AttentionCall(NamedTuple):
         tensors = (self.query, self.key, self.value, self.mask)
         if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
             found.append(Refusal(RefusalCode.GRADIENT, "gradients are needed; kernels are inference only"))
-        if torch.is_autocast_enabled(self.query.device.type):
+        device = self.query.device.type
+        if (autocast := _autocast(device)) is None:
+            found.append(Refusal(RefusalCode.TENSOR_TYPE, f"query is on {device}, where no kernel can run"))
+        elif autocast:
             found.append(Refusal(RefusalCode.AUTOCAST, "autocast is active around the call"))
         return found
 
@@ -304,6 +310,14 @@ def largest_offset(tensor: Tensor) -> int:
 def last_offset(tensor: Tensor) -> int:
     """The element offset of the tensor's last element from its first."""
     return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _autocast(device: str) -> bool | None:
+    """Whether autocast is active; None for a kind of device that PyTorch has none for, such as ``meta``."""
+    try:
+        return is_autocast_enabled(device)
+    except RuntimeError:
+        return None
 
 
 def _name(dtype: torch.dtype) -> str:

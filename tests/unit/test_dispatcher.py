@@ -207,6 +207,16 @@ def test_autocast_around_the_model_leaves_it_to_native():
     assert served(comfy.run()) == {KERNEL: 2}
 
 
+def test_a_model_on_a_device_without_memory_is_left_to_native():
+    args, kwargs = comfy_arguments()
+    comfy, kernel = comfy_with(model=one_call([*(tensor.to("meta") for tensor in args[:3]), args[3]], kwargs))
+    (output,) = comfy.sample()
+    assert (output.device.type, output.shape) == ("meta", args[0].shape)
+    assert (served(comfy.run()), refusal_codes(comfy.run())) == ({NATIVE: 1}, {"tensor_type": 1})
+    assert "meta" in comfy.run()["refusals"][0]["detail"]
+    assert kernel.calls == []
+
+
 def test_tensors_passed_by_name_are_left_to_native():
     (q, k, v, heads), _ = comfy_arguments()
     comfy, _ = comfy_with(model=one_call((), {"q": q, "k": k, "v": v, "heads": heads}))
