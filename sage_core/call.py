@@ -73,9 +73,11 @@ def decision_key(
                 or value.requires_grad
                 or (mask is not None and mask.requires_grad)
             ),
-            # most calls are on these, and need no way round an exception
-            is_autocast_enabled("cuda" if query.is_cuda else "cpu")
-            if query.is_cuda or query.is_cpu
+            # the kinds of devices that most calls are on need no way round an exception
+            is_autocast_enabled("cuda")
+            if query.is_cuda
+            else is_autocast_enabled("cpu")
+            if query.is_cpu
             else _autocast(query.device.type),
         )
     except RuntimeError:  # nested tensors have no shape
