@@ -38,6 +38,13 @@ def executing() -> tuple[str | None, str | None]:
     return (None, None) if context is None else (context.prompt_id, context.node_id)
 
 
+def optimized_attention() -> Any:
+    """The function that ComfyUI uses for attention now."""
+    from comfy.ldm.modules import attention
+
+    return attention.optimized_attention
+
+
 def server() -> Any:
     """ComfyUI's PromptServer; None where its nodes are used without one. Importing its module would not start it."""
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)

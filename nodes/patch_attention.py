@@ -24,7 +24,7 @@ from ..sage_core import (
     PolicyError,
     describe_function,
 )
-from .host import SESSION, dispatcher_of, executing, remember, schema
+from .host import SESSION, dispatcher_of, executing, optimized_attention, remember, schema
 
 logger = logging.getLogger("sagescope")
 
@@ -143,7 +143,9 @@ class ApplySageAttention(io.ComfyNode):
         # a script may call the node without ComfyUI's executor around it
         node_id = getattr(cls.hidden, "unique_id", None)
         about = {"policy": policy.to_json(), "previous_override": previous and describe_function(previous)}
-        dispatcher = Dispatcher(policy, SESSION, previous, executing, node_id, lambda run: remember(run, about))
+        dispatcher = Dispatcher(
+            policy, SESSION, previous, executing, optimized_attention, node_id, lambda run: remember(run, about)
+        )
         refusals = dispatcher.prepare(model.load_device)
         if refusals:
             reasons = "\n".join(f"- {refusal.detail} ({refusal.advice})" for refusal in refusals)
@@ -168,13 +170,13 @@ def _override_before(model: Any) -> Any:
             "a model whose other patches are callable"
         )
     upstream = dispatcher_of(model)
-    return upstream.previous if upstream is not None and override == upstream.attend else override
+    return upstream.previous if upstream is not None and override is upstream else override
 
 
 def _patched(model: Any, dispatcher: Dispatcher) -> Any:
     """A clone of the model with the dispatcher on it."""
     patched = model.clone()
-    patched.model_options.setdefault("transformer_options", {})[OVERRIDE] = dispatcher.attend
+    patched.model_options.setdefault("transformer_options", {})[OVERRIDE] = dispatcher
     for name in WRAPPERS:
         patched.remove_wrappers_with_key(name, OWN_KEY)
         patched.add_wrapper_with_key(name, OWN_KEY, getattr(dispatcher, name))

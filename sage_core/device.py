@@ -4,22 +4,52 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import partial, wraps
+from typing import Any
 
 import torch
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def on_device_of(tensor: torch.Tensor) -> AbstractContextManager[object]:
-    """A context in which the tensor's device is the current one; afterwards the caller's is current again.
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which the device is the current one; afterwards the caller's is current again.
 
     Costs nothing but the question when the device is current already, as it is on a machine with one GPU.
     """
-    device = tensor.device
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOTHING
     return torch.cuda.device(device)
+
+
+class BeingCaptured(RuntimeError):
+    """A CUDA graph is being captured, in which the call cannot take part."""
+
+
+def on_default_stream(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function`` in order with the caller's work, for packages that launch on the device's default stream whatever
+    stream is current: called beside it they read tensors before they are written.
+
+    Raises BeingCaptured while a CUDA graph is captured on the current stream: the default one cannot be part of it.
+    """
+
+    @wraps(function)
+    def ordered(query: torch.Tensor, *args: Any, **keywords: Any) -> Any:
+        current = torch.cuda.current_stream(query.device) if query.is_cuda else None
+        if current is None or current.cuda_stream == 0:
+            return function(query, *args, **keywords)
+        if torch.cuda.is_current_stream_capturing():
+            raise BeingCaptured("it launches on the default stream, which cannot be part of a CUDA graph")
+        default = torch.cuda.default_stream(query.device)
+        default.wait_stream(current)
+        with torch.cuda.stream(default):
+            output = function(query, *args, **keywords)
+        current.wait_stream(default)
+        if isinstance(output, torch.Tensor) and output.is_cuda:
+            output.record_stream(current)  # or its memory is given away while the caller still reads
+        return output
+
+    return ordered
 
 
 def waiter(tensor: torch.Tensor) -> Callable[[], object] | None:

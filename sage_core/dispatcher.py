@@ -20,6 +20,7 @@ from .call import AttentionCall, Native, decision_key
 from .comparing import lasting_obstacle, obstacle, own_control
 from .compiled import GraphCalls, call_in_graph, is_compiled
 from .device import RandomState, waiter
+from .failure import GivenAway
 from .forwards import Forward, Review, check_sites
 from .outputs import tensors_of
 from .planning import Planner, block_key
@@ -45,10 +46,16 @@ HostContext = Callable[[], tuple["str | None", "str | None"]]
 """Asks ComfyUI for (prompt_id, node_id) of the node that is being executed."""
 
 
+def nobody_said() -> Native:
+    """Stands for the question for ComfyUI's attention function, where there is no ComfyUI to ask."""
+    raise RuntimeError("a call came in containers, and this Dispatcher does not know ComfyUI's attention function")
+
+
 class Dispatcher:
     """The attention of one patched clone; shared by every later clone of it.
 
     ``previous`` is the override that was on the model before: it takes the place of native attention.
+    ``optimized_attention`` gives ComfyUI's current attention function, for calls in containers, which come without one.
     """
 
     def __init__(
@@ -57,6 +64,7 @@ class Dispatcher:
         session: Session,
         previous: Callable[..., torch.Tensor] | None = None,
         host_context: HostContext = lambda: (None, None),
+        optimized_attention: Callable[[], Native] = nobody_said,
         apply_node_id: str | None = None,
         run_opened: Callable[[Run], None] = lambda run: None,
     ) -> None:
@@ -65,6 +73,7 @@ class Dispatcher:
         self.previous = previous
         self.stats = Stats(apply_node_id, run_opened)
         self._host_context = host_context
+        self._optimized_attention = optimized_attention
         self._skips_blocks = bool(policy.skip_blocks)
         self._planner = Planner(policy, session)
         self._plans = Plans(session)
@@ -121,6 +130,52 @@ class Dispatcher:
         if output is not None:
             return output  # type: ignore[no-any-return]
         return self._native(func, args, kwargs)
+
+    __call__ = attend
+    """What ComfyUI calls is the dispatcher itself: it looks for ``container_function`` there."""
+
+    def container_function(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """``attend`` for query, key and value in ComfyUI's containers, which nobody else holds: a kernel that can lets
+        go of them as soon as they are quantized.
+
+        ComfyUI does not say which function it would have run; its current one stands for it.
+        """
+        forward: Forward | None = getattr(self._threads, "forward", None)
+        plan: Plan | None = None
+        if forward is not None and forward.watch is None and not is_compiling():
+            plan = self._plan_for(forward, query.peek(), key.peek(), value.peek(), *args, **kwargs)
+        if forward is None or plan is None or (plan.serve is not None and plan.release is None):
+            return self.attend(self._optimized_attention(), query.take(), key.take(), value.take(), *args, **kwargs)
+        forward.plans.append(plan)
+        if plan.release is None:
+            return self._native_of_containers((query, key, value), args, kwargs)
+        device = query.peek().device
+        output = plan.release(query, key, value)
+        if isinstance(output, Refusal):
+            forward.plans[-1] = self._after_failure(plan, output, forward, device)
+            raise GivenAway(output.detail)
+        if self._failing:
+            self.session.succeeded(plan.kernel, device)
+        return output  # type: ignore[no-any-return]
+
+    def _plan_for(self, forward: Forward, *args: Any, **kwargs: Any) -> Plan | None:
+        """The plan of the forward's next call where it is known; ``attend`` does the same without a call for it."""
+        reason = self._block_refusal(forward, kwargs) if self._skips_blocks else forward.reason
+        try:
+            alike = self._known[forward.host_bound].get(decision_key(*args, **kwargs))
+        except TypeError:
+            return None
+        return None if alike is None else alike.get((len(forward.plans), reason))
+
+    def _native_of_containers(
+        self, containers: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch.Tensor:
+        """Native attention, which may release what is in the containers as well."""
+        if self.previous is None:
+            return self._optimized_attention()(*containers, *args, **kwargs)
+        if hasattr(self.previous, "container_function"):
+            return self.previous.container_function(*containers, *args, **kwargs)  # type: ignore[no-any-return]
+        return self.previous(self._optimized_attention(), *(held.take() for held in containers), *args, **kwargs)
 
     def _native(self, func: Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         return func(*args, **kwargs) if self.previous is None else self.previous(func, *args, **kwargs)
@@ -260,7 +315,7 @@ class Dispatcher:
         run = self._current_run()
         options = kwargs.get("transformer_options") or (args[3] if len(args) > 3 else None) or {}
         override = options.get(OVERRIDE)
-        if override != self.attend and run.replaced_by is None:
+        if override is not self and run.replaced_by is None:
             run.replaced_by = describe_function(override)
         outside = self._whole_forward_refusal(run, t)
         # all inputs but the options, whose schedule has a length of its own
@@ -268,7 +323,7 @@ class Dispatcher:
         key = self._forward_key(executor, t.device, [x, *args[:3], *args[4:], *named], options)
         in_the_way = run.obstacle or obstacle(options, OWN_KEY)
         silent = run.silent_plans(key, outside) if in_the_way is None else None
-        if silent is not None and override == self.attend:
+        if silent is not None and override is self:
             run.record(silent)
             return self._run_without_override(executor, x, t, args, kwargs, options)
         reason = outside
@@ -278,6 +333,17 @@ class Dispatcher:
         random = RandomState(t.device)
 
         def run_forward(forward: Forward) -> Any:
+            while True:
+                made_again = False
+                try:
+                    return run_once(forward)
+                except GivenAway:  # the kernel is out by now, or all of the forward native
+                    made_again = True
+                finally:
+                    run.record(forward.plans, extra=forward.extra or made_again)
+                forward.begin_again()
+
+        def run_once(forward: Forward) -> Any:
             around = getattr(self._threads, "forward", None)
             self._threads.forward = forward
             random.restore_before_repeat()
@@ -287,11 +353,10 @@ class Dispatcher:
             finally:
                 self._threads.forward = around
                 self._in_graph = graph_calls.used
-                run.record(forward.plans, extra=forward.extra)
 
         def run_bare() -> Any:
             """Native as it is without the pack, for a fair comparison."""
-            if override != self.attend:
+            if override is not self:
                 return run_forward(Forward(run, COMPARED, extra=True))
             run.record(forward.plans, extra=True)
             random.restore_before_repeat()

@@ -25,6 +25,10 @@ class DeviceLost(RuntimeError):
     """A kernel broke the device context; only a restart of ComfyUI brings it back."""
 
 
+class GivenAway(RuntimeError):
+    """A kernel failed after query, key and value had been released: the whole forward has to be run again."""
+
+
 def explain(error: Exception, kernel: str) -> Refusal:
     """The refusal that ``error``, raised by ``kernel``, stands for.
 

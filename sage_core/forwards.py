@@ -46,6 +46,11 @@ class Forward:
         self.block: tuple[Any, ...] | None = None
         self.block_number = -1
 
+    def begin_again(self) -> None:
+        """Be at the first call once more; what was gathered is forgotten, ``reason`` and the rest stay."""
+        self.plans, self.seen = [], []
+        self.block, self.block_number = None, -1
+
 
 Watch = Callable[[Forward, int, Plan, "tuple[Any, ...]", "torch.Tensor | None"], None]
 """watch(forward, site, plan, (query, key, value, mask), output)."""

@@ -15,7 +15,7 @@ from .failure import explain
 from .policy import NATIVE_ONLY, Policy
 from .refusal import Refusal, RefusalCode
 from .selection import ANY_KERNEL, NATIVE, Plan, Use, Verdict, select
-from .serving import looker, misfit, server
+from .serving import looker, misfit, releaser, server
 from .session import Session
 from .spec import AttentionSpec
 
@@ -86,7 +86,8 @@ class Planner:
         if use is None:
             return plan
         look = None if use.backend.exact or self.policy.tolerance is None else looker(call, spec)
-        return replace(plan, kernel=use.backend.name, use=use, serve=server(use, call, spec), look=look)
+        serve, release = server(use, call, spec), releaser(use, call, spec)
+        return replace(plan, kernel=use.backend.name, use=use, serve=serve, release=release, look=look)
 
     def _admit(self, use: Use, switches: Switches, call: AttentionCall, spec: AttentionSpec) -> Use | Refusal:
         """The use as it may serve this site, or why it may not: the small example first, then the site's own tensors.

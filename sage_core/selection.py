@@ -63,6 +63,9 @@ class Plan:
     serve: Callable[..., Any] | None = None
     """ComfyUI's (query, key, value, mask) -> output, or the Refusal of a kernel that raised; None for native."""
 
+    release: Callable[..., Any] | None = None
+    """``serve`` for ComfyUI's containers, which it empties; None where the kernel keeps its tensors to the end."""
+
     look: Callable[..., Any] | None = None
     """(query, key, value, mask, output) -> errors on the device, for a later check; None for exact kernels."""
 

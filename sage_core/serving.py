@@ -9,6 +9,7 @@ import torch
 
 from .call import AttentionCall, Tensors, four_axes, shaping
 from .checking import site_norms
+from .device import on_device
 from .failure import explain
 from .pieces import Piece, pieces
 from .refusal import Refusal, RefusalCode
@@ -18,6 +19,9 @@ from .spec import AttentionSpec
 Serve = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], "torch.Tensor | Refusal"]
 """ComfyUI's (query, key, value, mask) -> output, or the Refusal of a kernel that raised. A plan keeps it, so no tensor
 may be in it: what depends on the call is read from ``call`` before."""
+Release = Callable[[Any, Any, Any], "torch.Tensor | Refusal"]
+"""The same of ComfyUI's containers of query, key and value, each of which has one owner and is emptied by ``take()``:
+when attention begins, the three tensors are gone."""
 
 
 def server(use: Use, call: AttentionCall, spec: AttentionSpec) -> Serve:
@@ -37,7 +41,7 @@ def _server_of_whole(use: Use, call: AttentionCall, spec: AttentionSpec) -> Serv
         try:
             query, key, value = to_kernel(query, key, value)
             given = keywords if mask is None else {**keywords, "attn_mask": four_axes(mask)}
-            # on_device_of says the same, at a cost that each call would pay
+            # on_device says the same, at a cost that each call would pay
             if index is None or index == torch.cuda.current_device():
                 return from_kernel(function(query, key, value, **given))
             with torch.cuda.device(index):
@@ -46,6 +50,28 @@ def _server_of_whole(use: Use, call: AttentionCall, spec: AttentionSpec) -> Serv
             return explain(error, name)
 
     return serve
+
+
+def releaser(use: Use, call: AttentionCall, spec: AttentionSpec) -> Release | None:
+    """The function that serves calls like ``call`` and lets go of query, key and value once they are quantized; None
+    where the kernel cannot, and for a call that is cut, whose pieces are all of the same tensors."""
+    prepare, max_offset = use.kernel.prepare, use.backend.support.max_offset
+    if prepare is None or call.mask is not None or pieces(spec, _splitter(call, spec)(*call[:3]), max_offset):
+        return None
+    to_kernel, from_kernel = shaping(call, spec, use.layout, use.expand_kv, max_offset)
+    keywords, name = use.keywords(spec), use.backend.name
+    device = call.query.device
+
+    def release(query: Any, key: Any, value: Any) -> Any:
+        try:
+            with on_device(device):
+                # no name holds a tensor: it would live until the end
+                attend = prepare(*to_kernel(query.take(), key.take(), value.take()), **keywords)
+                return from_kernel(attend())
+        except Exception as error:  # as in _server_of_whole
+            return explain(error, name)
+
+    return release
 
 
 def _server_of_pieces(use: Use, call: AttentionCall, spec: AttentionSpec, parts: list[Piece]) -> Serve:

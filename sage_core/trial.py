@@ -7,7 +7,7 @@ import math
 import torch
 
 from .accuracy import compare, exact_attention
-from .device import on_device_of
+from .device import on_device
 from .failure import explain
 from .refusal import Refusal, RefusalCode
 from .selection import Use
@@ -48,7 +48,7 @@ def _try(use: Use, small: AttentionSpec, device: torch.device) -> Refusal | None
     keywords = use.keywords(small)
     if mask is not None:
         keywords["attn_mask"] = mask
-    with on_device_of(query):
+    with on_device(query.device):
         output = use.kernel.function(query, key, value, **keywords)
     return _judge(use, small, output, handed, given)
 

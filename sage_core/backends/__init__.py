@@ -7,7 +7,15 @@ from .comfy_kitchen import COMFY_KITCHEN_INT8
 from .flash_attention import FLASH_ATTN_2, FLASH_ATTN_3, FLASH_ATTN_4
 from .hub import HUB_AITER, HUB_FLASH_ATTN_2, HUB_FLASH_ATTN_3, HUB_SAGE_ATTENTION, HUB_SAGE_BLACKWELL
 from .reference import INT8_REFERENCE
-from .sageattention import SAGEATTN_1, SAGEATTN_FP8, SAGEATTN_FP8_SM90, SAGEATTN_FP16, SAGEATTN_FP16_TRITON
+from .sageattention import (
+    SAGEATTN_1,
+    SAGEATTN_FP8,
+    SAGEATTN_FP8_FUSED,
+    SAGEATTN_FP8_SM90,
+    SAGEATTN_FP8_SM90_FUSED,
+    SAGEATTN_FP16,
+    SAGEATTN_FP16_TRITON,
+)
 from .sageattn3 import SAGEATTN3_BLACKWELL
 from .sdpa import SDPA_CUDNN, SDPA_EFFICIENT, SDPA_FLASH
 from .starting_order import STARTING_ORDER, Preference
@@ -16,7 +24,9 @@ __all__ = ["BACKENDS", "STARTING_ORDER", "Backend", "Preference"]
 
 BACKENDS: tuple[Backend, ...] = (
     SAGEATTN_FP8_SM90,
+    SAGEATTN_FP8_SM90_FUSED,
     SAGEATTN_FP8,
+    SAGEATTN_FP8_FUSED,
     SAGEATTN_FP16,
     SAGEATTN_FP16_TRITON,
     SAGEATTN_1,

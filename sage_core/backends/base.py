@@ -10,6 +10,10 @@ from ..environment import Environment
 from ..refusal import Refusal
 from ..support import Support
 
+Prepare = Callable[..., Callable[[], Any]]
+"""``prepare(query, key, value, **keywords)`` quantizes and returns the function that attends: it takes nothing, gives
+what the kernel function gives for the same arguments, bit for bit, and holds none of the three tensors."""
+
 KernelFunction = Callable[..., Any]
 """``kernel(query, key, value, tensor_layout=..., sm_scale=..., smooth_k=..., attn_mask=...)`` -> output.
 
@@ -30,6 +34,8 @@ class Kernel(NamedTuple):
 
     function: KernelFunction
     options: frozenset[str] = frozenset()
+    prepare: Prepare | None = None
+    """The two halves of ``function`` for a call without attn_mask, where its package has them apart."""
 
 
 class Tolerance(NamedTuple):

@@ -12,6 +12,7 @@ from importlib import util
 from types import ModuleType
 from typing import Any
 
+from ..device import on_default_stream
 from ..environment import Environment
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec, MaskKind
@@ -21,6 +22,7 @@ from .binding import declared, find_function, import_package, refuse_parameters
 
 PACKAGE = "sageattention"
 INSTALL_1 = 'pip install "sageattention<2" triton'
+INSTALL_TRITON = "pip install triton (on Windows: triton-windows)"
 INSTALL_2 = "build SageAttention 2 from https://github.com/thu-ml/SageAttention, or install a wheel made for this torch"
 
 FP16_CUDA_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
@@ -36,6 +38,14 @@ MAX_HEAD_DIM = 128
 """Each function pads head_dim to 64 or 128 and raises above: "Unsupported head_dim"."""
 FP16_ACCUMULATION_CUDA = (12, 8)
 """fp8 products summed in fp16 need CUDA 12.8 (the check that sageattn_qk_int8_pv_fp8_cuda carries as a comment)."""
+
+COMPILED = "qk_int8_sv_f8_accum_f32_fuse_v_scale_attn_inst_buf"
+COMPILED_IN_FP16 = "qk_int8_sv_f8_accum_f16_fuse_v_scale_attn_inst_buf"
+"""The attention functions behind quantization in the compiled parts of SageAttention 2.1 and newer, by what products of
+fp8 are summed in."""
+E4M3_MAX = 448.0
+E4M3_MAX_IN_FP16 = 2.25
+"""What value is scaled to, as sageattn_qk_int8_pv_fp8_cuda() has it: sums in fp16 must not overflow."""
 
 SAGEATTN_1_HEAD_DIMS = (64, 96, 128)
 """The assertion on headdim in sageattn() of 1.0.6."""
@@ -72,7 +82,8 @@ def _load_2(
             return refusals
         parameters = declared(function)
         options = {option for option in ("smooth_k", "attn_mask") if option in parameters} | {"enable_gqa"}
-        return Kernel(partial(function, **fixed(environment, arch, parameters)), frozenset(options))
+        bound = partial(on_default_stream(function), **fixed(environment, arch, parameters))
+        return Kernel(bound, frozenset(options))
 
     return load
 
@@ -100,13 +111,17 @@ def _fp16_arguments(environment: Environment, arch: str, parameters: dict[str, A
 def _fp8_arguments(environment: Environment, arch: str, parameters: dict[str, Any]) -> dict[str, Any]:
     """Sums in fp32+fp16 where CUDA and the build know it (its own default says so), else in fp32+fp32."""
     accumulation = parameters.get("pv_accum_dtype")
-    in_fp16 = accumulation is not None and accumulation.default == "fp32+fp16"
-    in_fp16 = in_fp16 and (environment.cuda_version or (0, 0)) >= FP16_ACCUMULATION_CUDA
+    in_fp16 = accumulation is not None and accumulation.default == "fp32+fp16" and sums_in_fp16(environment)
     return _known(
         parameters,
         pv_accum_dtype="fp32+fp16" if in_fp16 else "fp32+fp32",
         qk_quant_gran=_granularity(arch),
     )
+
+
+def sums_in_fp16(environment: Environment) -> bool:
+    """Whether this CUDA can sum fp8 products in fp16, which is faster."""
+    return (environment.cuda_version or (0, 0)) >= FP16_ACCUMULATION_CUDA
 
 
 def _sm90_arguments(environment: Environment, arch: str, parameters: dict[str, Any]) -> dict[str, Any]:
@@ -119,6 +134,41 @@ def _granularity(arch: str) -> str:
 
 def _known(parameters: dict[str, Any], **arguments: Any) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if name in parameters}
+
+
+def _load_fused(part: str, **tiles: int) -> Callable[[Environment, str, bool], Kernel | tuple[Refusal, ...]]:
+    """A load() for the attention function in the compiled ``part`` ("sm89") behind quantization of our own, which reads
+    and writes less than the package's; the ``tiles`` of ``quantization.Blocks`` are what the function is compiled for.
+    """
+
+    def load(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
+        package = import_package(PACKAGE, INSTALL_2)
+        triton = import_package("triton", INSTALL_TRITON)
+        if missing := tuple(found for found in (package, triton) if isinstance(found, Refusal)):
+            return missing
+        # the operators around the compiled functions cost each call more, but some builds have nothing else
+        compiled = import_package(f"{PACKAGE}._qattn_{part}", INSTALL_2)
+        places = (compiled, getattr(getattr(package, "core", package), f"{part}_compile", None))
+        function, in_fp16 = find_function(places, (COMPILED,)), find_function(places, (COMPILED_IN_FP16,))
+        if function is None:
+            if isinstance(compiled, Refusal) and compiled.code is RefusalCode.BUILD:
+                return (compiled,)
+            version = environment.package_version(PACKAGE) or "of unknown version"
+            detail = f"the installed {PACKAGE} {version} has no {COMPILED} in a part for {part}; {INSTALL_2}"
+            return (Refusal(RefusalCode.FUNCTION_MISSING, detail),)
+        per_thread, value_max = arch not in PER_WARP_ARCHS, E4M3_MAX
+        if in_fp16 is not None and sums_in_fp16(environment):
+            function, value_max = in_fp16, E4M3_MAX_IN_FP16
+        from .quantization import Blocks, in_two  # needs triton
+
+        prepare = in_two(on_default_stream(function), Blocks(**tiles, per_thread=per_thread, value_max=value_max))
+
+        def kernel(query: Any, key: Any, value: Any, **keywords: Any) -> Any:
+            return prepare(query, key, value, **keywords)()
+
+        return Kernel(kernel, frozenset({"smooth_k", "enable_gqa"}), prepare)
+
+    return load
 
 
 def _load_1(environment: Environment, arch: str, allow_download: bool) -> Kernel | tuple[Refusal, ...]:
@@ -162,11 +212,25 @@ SAGEATTN_FP8_SM90 = Backend(
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda_sm90", "sm90", _sm90_arguments),
     package=PACKAGE,
 )
+SAGEATTN_FP8_SM90_FUSED = Backend(
+    name="sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",
+    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
+    tolerance=INT8_FP8,
+    load=_load_fused("sm90", query_tile=64, query_warp=16, key_tile=128, value_tile=128),
+    package=PACKAGE,
+)
 SAGEATTN_FP8 = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda",
     support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
     tolerance=INT8_FP8,
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda", "sm89", _fp8_arguments),
+    package=PACKAGE,
+)
+SAGEATTN_FP8_FUSED = Backend(
+    name="sageattn_qk_int8_pv_fp8_cuda (fused quantization)",
+    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
+    tolerance=INT8_FP8,
+    load=_load_fused("sm89", query_tile=128, query_warp=32, key_tile=64, value_tile=64),
     package=PACKAGE,
 )
 SAGEATTN_FP16 = Backend(

@@ -339,7 +339,7 @@ def unloaded_between(model: str) -> dict[str, Any]:
         "same plans": [made == plans[0] for made in plans],
         "plans": len(plans[0]),
         "by_kernel": [calls_by_kernel(run) for run in report(patched)["runs"]],
-        "override": patched.model_options["transformer_options"][OVERRIDE] == dispatcher.attend,
+        "override": patched.model_options["transformer_options"][OVERRIDE] is dispatcher,
     }
 
 

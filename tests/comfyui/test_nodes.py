@@ -12,7 +12,9 @@ from hosts import Host
 NATIVE = "native (observe only)"
 PACKAGE_KERNELS = [
     "sageattn_qk_int8_pv_fp8_cuda_sm90",
+    "sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",
     "sageattn_qk_int8_pv_fp8_cuda",
+    "sageattn_qk_int8_pv_fp8_cuda (fused quantization)",
     "sageattn_qk_int8_pv_fp16_cuda",
     "sageattn_qk_int8_pv_fp16_triton",
     "sageattn 1.x (triton)",
@@ -29,7 +31,7 @@ PACKAGE_KERNELS = [
     "hub: flash-attn2",
     "hub: flash-attn3",
 ]
-KERNELS = ["auto", NATIVE, *PACKAGE_KERNELS[:11], "sdpa: flash", *PACKAGE_KERNELS[11:], "int8_reference"]
+KERNELS = ["auto", NATIVE, *PACKAGE_KERNELS[:13], "sdpa: flash", *PACKAGE_KERNELS[13:], "int8_reference"]
 """Saved workflows hold these names: none is ever renamed, and new ones may only be added."""
 PERCENT = {"min": 0.0, "max": 1.0, "step": 0.001}
 

@@ -351,7 +351,7 @@ class FakeComfy:
         self.dispatcher = dispatcher
         self.forward_once = model or plain_model()
         self.native = Native()
-        self.options: dict[str, Any] = {"optimized_attention_override": dispatcher.attend}
+        self.options: dict[str, Any] = {"optimized_attention_override": dispatcher}
         self.model_patcher = self
         self.model = self
 

@@ -15,6 +15,7 @@ SM90, FP8, FP16, TRITON = (
     "sageattn_qk_int8_pv_fp16_cuda",
     "sageattn_qk_int8_pv_fp16_triton",
 )
+SM90_FUSED, FP8_FUSED = f"{SM90} (fused quantization)", f"{FP8} (fused quantization)"
 SAGE1 = "sageattn 1.x (triton)"
 HUB_SAGE, HUB_FP4, HUB_AMD = "hub: sage-attention", "hub: sage-blackwell", "hub: aiter-sage-attention (gfx1201)"
 
@@ -35,7 +36,9 @@ def make_spec(arch: str, head_dim: int = 128, **changes) -> AttentionSpec:
 def test_the_names_and_their_order_are_those_that_saved_workflows_hold():
     assert [backend.name for backend in BACKENDS] == [
         SM90,
+        SM90_FUSED,
         FP8,
+        FP8_FUSED,
         FP16,
         TRITON,
         SAGE1,
@@ -59,6 +62,8 @@ def test_the_names_and_their_order_are_those_that_saved_workflows_hold():
 ACCEPTED = [
     (SM90, make_spec("sm90")),
     (SM90, make_spec("sm90", 40, qo_len=1, kv_len=77, num_kv_heads=8, sm_scale=1.0, dtype="float16")),
+    (SM90_FUSED, make_spec("sm90")),
+    *[(FP8_FUSED, make_spec(arch)) for arch in ("sm89", "sm100", "sm120", "sm121")],
     *[(FP8, make_spec(arch)) for arch in ("sm89", "sm100", "sm120", "sm121")],
     *[(FP16, make_spec(arch)) for arch in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")],
     *[(TRITON, make_spec(arch)) for arch in ("sm80", "sm86", "sm89", "sm90")],
@@ -95,6 +100,10 @@ ACCEPTED = [
 ]
 
 REFUSED = [
+    (SM90_FUSED, make_spec("sm89"), {RefusalCode.ARCH: ("sm89", "sm90")}),
+    (FP8_FUSED, make_spec("sm90"), {RefusalCode.ARCH: ("sm90",)}),
+    (SM90_FUSED, make_spec("sm90", 160), {RefusalCode.HEAD_DIM: ("160", "128")}),
+    (SM90_FUSED, make_spec("sm90", mask_kind=MaskKind.BOOL), {RefusalCode.ATTN_MASK: ("bool", "none")}),
     (SM90, make_spec("sm89"), {RefusalCode.ARCH: ("sm89", "sm90")}),
     (SM90, make_spec("sm90", 160), {RefusalCode.HEAD_DIM: ("160", "128")}),
     (SM90, make_spec("sm90", dtype="float32"), {RefusalCode.DTYPE: ("float32", "bfloat16")}),

@@ -536,7 +536,7 @@ def test_after_a_native_forward_the_model_sees_no_override_and_the_counts_go_on(
     kernel = FakeKernel()
     comfy = FakeComfy(make_dispatcher(fake_backend(kernel, head_dims=(64,))), model := Watching(Sites()))
     comfy.sample(STEPS)
-    assert model.overrides == [comfy.dispatcher.attend, None, None, None]
+    assert model.overrides == [comfy.dispatcher, None, None, None]
     assert (comfy.run()["forwards"], served(comfy.run())) == (4, {NATIVE: 12})
     assert [(site["site"], site["block"], site["calls"]) for site in comfy.run()["sites"]] == [
         (0, "double 0", 4),
@@ -547,7 +547,7 @@ def test_after_a_native_forward_the_model_sees_no_override_and_the_counts_go_on(
     assert comfy.native.calls == 12
     del model.overrides[:]
     comfy.sample(STEPS)
-    assert model.overrides == [comfy.dispatcher.attend, None, None, None]
+    assert model.overrides == [comfy.dispatcher, None, None, None]
     assert served(comfy.run()) == {NATIVE: 12}
 
 
@@ -558,7 +558,7 @@ def test_the_override_that_was_there_before_comes_back():
     dispatcher = make_dispatcher(fake_backend(head_dims=(64,)), previous=previous)
     comfy = FakeComfy(dispatcher, model := Watching(Sites()))
     outputs = comfy.sample(STEPS)
-    assert model.overrides == [dispatcher.attend, previous, previous, previous]
+    assert model.overrides == [dispatcher, previous, previous, previous]
     assert same_bits(outputs, [[output * 2 for output in Sites().natively()]] * 4)
     assert served(comfy.run()) == {NATIVE: 12}
 
@@ -567,7 +567,7 @@ def test_a_changed_shape_brings_us_back():
     comfy = FakeComfy(make_dispatcher(fake_backend(head_dims=(64,))), model := Watching(Sites()))
     served_model, native_model = Sites(head_dim=64), model.model
     comfy.sample((1.0, 0.5, 0.0), lambda *step: comfy.forward(1.0, batch=2) if step[0] == 0 else None)
-    ours = comfy.dispatcher.attend
+    ours = comfy.dispatcher
     assert model.overrides == [ours, ours, None]
 
     def grow(*step):
@@ -585,13 +585,13 @@ def test_a_changed_shape_brings_us_back():
 def test_a_forward_with_a_served_call_keeps_us():
     comfy = FakeComfy(make_dispatcher(skip_blocks=frozenset({0, 2})), model := Watching(Sites()))
     comfy.sample(STEPS)
-    assert model.overrides == [comfy.dispatcher.attend] * 4
+    assert model.overrides == [comfy.dispatcher] * 4
 
 
 def test_steps_outside_the_window_go_past_us_and_those_inside_do_not():
     comfy = FakeComfy(make_dispatcher(start_percent=0.5), model := Watching(Sites()))
     comfy.sample((1.0, 0.9, 0.8, 0.5, 0.2, 0.0))
-    ours = comfy.dispatcher.attend
+    ours = comfy.dispatcher
     assert model.overrides == [ours, None, None, ours, ours]
     assert served(comfy.run()) == {NATIVE: 9, "fake kernel": 6}
 
@@ -605,7 +605,7 @@ def test_a_forward_without_a_call_says_nothing_about_the_next_one():
 
     comfy = FakeComfy(make_dispatcher(), caching)
     comfy.sample(STEPS)
-    assert model.overrides == [comfy.dispatcher.attend] * 2
+    assert model.overrides == [comfy.dispatcher] * 2
     assert (comfy.run()["forwards"], served(comfy.run())) == (4, {"fake kernel": 6})
 
 
@@ -632,7 +632,7 @@ def test_the_options_of_the_caller_are_left_alone(by_name):
         seen.append((transformer_options, control, others))
         return model(comfy.attention, transformer_options)
 
-    given = {OVERRIDE: dispatcher.attend, "sigmas": object(), "wrappers": {}}
+    given = {OVERRIDE: dispatcher, "sigmas": object(), "wrappers": {}}
     before = copy.copy(given)
     executor = Executor(apply_model, comfy)
     t = torch.ones(1)

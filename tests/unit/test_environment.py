@@ -190,12 +190,12 @@ def current(monkeypatch):
 
 @pytest.mark.parametrize(("place", "expected"), [("cuda:1", [0, 1, 0]), ("cuda:0", [0]), ("cpu", [0])])
 def test_the_device_of_a_tensor_is_current_for_as_long_as_it_is_needed(current, place, expected):
-    with device.on_device_of(SimpleNamespace(device=torch.device(place))):
+    with device.on_device(torch.device(place)):
         assert current[-1] == (torch.device(place).index or 0)
     assert current == expected
 
 
 def test_the_device_is_restored_after_an_error(current):
-    with pytest.raises(KeyError), device.on_device_of(SimpleNamespace(device=torch.device("cuda:1"))):
+    with pytest.raises(KeyError), device.on_device(torch.device("cuda:1")):
         raise KeyError
     assert current == [0, 1, 0]

@@ -24,10 +24,12 @@ WITHOUT_TORCH = {
     *("status", "live", "paths", "same_origin", "backends.base", "backends.binding", "backends.starting_order"),
 }
 """Files of sage_core that are plain data and decisions, and load without torch."""
-SHARED_BY_BACKENDS = {"base", "binding"}
+SHARED_BY_BACKENDS = {"base", "binding", "quantization"}
+NEEDS_TRITON = "backends.quantization"
+"""Loaded by a backend that has found triton, and by nobody before."""
 ALLOWED_IN_NODES = {"comfy_api"}
 ALLOWED_IN_ROUTES = {"aiohttp"}
-ALLOWED_IN_HOST = {"comfy_api", "comfy_execution", "comfyui_version", "folder_paths"}
+ALLOWED_IN_HOST = {"comfy", "comfy_api", "comfy_execution", "comfyui_version", "folder_paths"}
 NETWORK_AND_PROCESSES = {
     *("subprocess", "multiprocessing", "pty", "socket", "ssl", "select", "asyncio", "http", "urllib", "ftplib"),
     *("smtplib", "requests", "httpx", "aiohttp", "webbrowser"),
@@ -120,7 +122,14 @@ def test_the_core_imports_nothing_of_comfyui(path):
 @ids(CORE)
 def test_loading_the_core_needs_torch_at_most_and_plain_data_not_even_that(path):
     packages = {entry.package for entry in imports(path) if entry.when_loaded} - {"", *sys.stdlib_module_names}
-    assert packages <= (set() if module_of(path) in WITHOUT_TORCH else {"torch"})
+    allowed = {"torch", "triton"} if module_of(path) == NEEDS_TRITON else {"torch"}
+    assert packages <= (set() if module_of(path) in WITHOUT_TORCH else allowed)
+
+
+def test_what_needs_triton_is_imported_where_a_kernel_is_loaded():
+    importing = [path for path in CORE if NEEDS_TRITON in targets(path)]
+    assert [path.stem for path in importing] == ["sageattention"]
+    assert not [entry for entry in imports(importing[0]) if entry.module == ".quantization" and entry.when_loaded]
 
 
 @ids([path for path in CORE if path.parent.name == "backends" and path.stem not in ("__init__", "starting_order")])
@@ -296,7 +305,9 @@ def test_the_options_of_the_node_are_these_on_every_machine():
         "auto",
         "native (observe only)",
         "sageattn_qk_int8_pv_fp8_cuda_sm90",
+        "sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",
         "sageattn_qk_int8_pv_fp8_cuda",
+        "sageattn_qk_int8_pv_fp8_cuda (fused quantization)",
         "sageattn_qk_int8_pv_fp16_cuda",
         "sageattn_qk_int8_pv_fp16_triton",
         "sageattn 1.x (triton)",

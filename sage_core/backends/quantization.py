@@ -1,0 +1,265 @@
+"""Quantization of query, key and value for SageAttention 2's attention kernels, in two launches, apart from attention.
+
+SageAttention's own functions take up to eight launches, with a 16-bit copy each of smoothed key and of padded and of
+transposed value, and hold all of it to the end. Here each tensor is read where it lies and written once, in 8 bits.
+
+Imports triton, which is not everywhere: import this module where a kernel is loaded.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .base import Prepare
+
+TILE = 128
+"""Rows of query, key or value that one program quantizes: a multiple of every block that shares a scale."""
+ROWS_AT_ONCE = 64
+CHUNKS = 16
+"""Parts of a head that key's mean and value's maxima are first taken over."""
+HND, NOT_CAUSAL, NO_LSE = 1, 0, 0
+PER_WARP, PER_THREAD = 2, 3
+"""The codes of tensor_layout, is_causal, return_lse and qk_quant_gran in the attention functions."""
+SMALLEST = tl.constexpr(1e-20)
+"""What a scale is at least, before it is divided: a block of zeros stays zeros."""
+
+
+class Blocks(NamedTuple):
+    """Which elements share a scale, and how value is laid out: what an attention kernel of SageAttention 2 expects.
+
+    ``query_tile`` and ``key_tile`` are the rows that one of its thread blocks takes at a time (CTA_Q and CTA_K of its
+    source), ``query_warp`` those of one warp. ``per_thread`` has query rows of equal number modulo 8 share a scale and
+    key rows of equal pair modulo 4; without, all rows of the warp and of the key tile do. ``value_max`` is what the
+    largest value of a channel becomes, ``value_tile`` what the padded length of value is a multiple of.
+    """
+
+    query_tile: int
+    query_warp: int
+    key_tile: int
+    value_tile: int
+    per_thread: bool
+    value_max: float
+
+
+class Quantized(NamedTuple):
+    """query and key in INT8 as (batch, heads, seq, head_dim), value in fp8 E4M3 as (batch, heads, head_dim, seq), all
+    contiguous, head_dim padded to 64 or 128, value's seq padded and its order within 16 rows as the kernels want it;
+    the factors to multiply with, in fp32."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    query_scale: torch.Tensor
+    key_scale: torch.Tensor
+    value_scale: torch.Tensor
+
+
+def in_two(function: Callable[..., Any], blocks: Blocks) -> Prepare:
+    """A kernel in its two halves: ``quantize``, and the compiled attention ``function`` on what came of it."""
+    granularity = PER_THREAD if blocks.per_thread else PER_WARP
+
+    def prepare(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        tensor_layout: str,
+        sm_scale: float,
+        smooth_k: bool,
+    ) -> Callable[[], torch.Tensor]:
+        shape, dtype, device, head_dim = query.shape[:-1], query.dtype, query.device, query.shape[-1]
+        is_nhd = tensor_layout == "NHD"
+        if is_nhd:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        quantized = quantize(query, key, value, blocks, smooth_k)
+
+        def attend() -> torch.Tensor:
+            output = torch.empty((*shape, quantized.query.shape[-1]), dtype=dtype, device=device)
+            function(
+                quantized.query,
+                quantized.key,
+                quantized.value,
+                output.transpose(1, 2) if is_nhd else output,
+                quantized.query_scale,
+                quantized.key_scale,
+                quantized.value_scale,
+                HND,
+                NOT_CAUSAL,
+                granularity,
+                sm_scale,
+                NO_LSE,
+            )
+            return output[..., :head_dim]
+
+        return attend
+
+    return prepare
+
+
+def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, smooth_k: bool) -> Quantized:
+    """``Quantized`` of query, key and value, which are (batch, heads, seq, head_dim) with any strides but the last.
+
+    ``smooth_k`` subtracts key's mean over the sequence, in fp32. head_dim is at most 128; fewer key heads than query
+    heads are fine.
+    """
+    batch, heads, qo_len, head_dim = query.shape
+    kv_heads, kv_len = key.shape[1], key.shape[2]
+    padded_dim = 64 if head_dim <= 64 else 128
+    padded_len = _up(kv_len, blocks.value_tile)
+    query_groups = _up(qo_len, blocks.query_tile) // blocks.query_warp * (8 if blocks.per_thread else 1)
+    key_groups = _up(kv_len, blocks.key_tile) // blocks.key_tile * (4 if blocks.per_thread else 1)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=query.device)
+
+    quantized = Quantized(
+        empty(batch, heads, qo_len, padded_dim, dtype=torch.int8),
+        empty(batch, kv_heads, kv_len, padded_dim, dtype=torch.int8),
+        empty(batch, kv_heads, padded_dim, padded_len, dtype=torch.float8_e4m3fn),
+        empty(batch, heads, query_groups),
+        empty(batch, kv_heads, key_groups),
+        empty(batch, kv_heads, padded_dim),
+    )
+    sums = empty(batch, kv_heads, CHUNKS, padded_dim)
+    maxima = empty(batch, kv_heads, CHUNKS, padded_dim)
+    common = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "CHUNKS": CHUNKS, "SMOOTH_K": smooth_k}
+    _statistics[(CHUNKS, kv_heads, batch)](
+        key, value, sums, maxima, kv_len, triton.cdiv(kv_len, CHUNKS), kv_heads,
+        *key.stride()[:3], *value.stride()[:3],
+        ROWS=ROWS_AT_ONCE, **common, num_warps=8,
+    )  # fmt: skip
+    query_tiles, key_tiles = triton.cdiv(qo_len, TILE), triton.cdiv(kv_len, TILE)
+    _quantize[(batch * (heads * query_tiles + 2 * kv_heads * key_tiles),)](
+        query, key, value, *quantized, sums, maxima,
+        batch * heads * query_tiles, batch * kv_heads * key_tiles, query_tiles, key_tiles,
+        heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, blocks.value_max,
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        TILE=TILE, QUERY_WARP=blocks.query_warp, KEY_TILE=blocks.key_tile, PER_THREAD=blocks.per_thread,
+        **common, num_warps=8,
+    )  # fmt: skip
+    return quantized
+
+
+def _up(length: int, multiple: int) -> int:
+    return -(-length // multiple) * multiple
+
+
+@triton.jit
+def _statistics(
+    key, value, sums, maxima, kv_len, chunk, kv_heads,
+    key_batch, key_head, key_row, value_batch, value_head, value_row,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, SMOOTH_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Sums of key and largest absolute values of value by channel, over one chunk of one head's rows."""
+    part, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    channels = tl.arange(0, PADDED_DIM)
+    in_head = channels[None, :] < HEAD_DIM
+    key += batch * key_batch + head.to(tl.int64) * key_head
+    value += batch * value_batch + head.to(tl.int64) * value_head
+    total = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    largest = tl.zeros((ROWS, PADDED_DIM), tl.float32)
+    end = tl.minimum((part + 1) * chunk, kv_len)
+    for start in range(part * chunk, end, ROWS):
+        rows = (start + tl.arange(0, ROWS))[:, None].to(tl.int64)
+        inside = (rows < end) & in_head
+        if SMOOTH_K:
+            total += tl.load(key + rows * key_row + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        loaded = tl.load(value + rows * value_row + channels[None, :], mask=inside, other=0.0)
+        largest = tl.maximum(largest, tl.abs(loaded.to(tl.float32)))
+    place = ((batch * kv_heads + head) * CHUNKS + part) * PADDED_DIM + channels
+    tl.store(maxima + place, tl.max(largest, axis=0))
+    if SMOOTH_K:
+        tl.store(sums + place, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _quantize(
+    query, key, value, query_out, key_out, value_out, query_scale, key_scale, value_scale, sums, maxima,
+    query_programs, key_programs, query_tiles, key_tiles,
+    heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, value_max,
+    query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, SMOOTH_K: tl.constexpr,
+    TILE: tl.constexpr, QUERY_WARP: tl.constexpr, KEY_TILE: tl.constexpr, PER_THREAD: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one head: first all of query's, then key's, then value's."""
+    program = tl.program_id(0)
+    if program < query_programs:
+        at = (program // query_tiles).to(tl.int64)
+        _quantize_rows(
+            query + at // heads * query_batch + at % heads * query_head, query_row,
+            query_out + at * qo_len * PADDED_DIM, query_scale + at * query_groups, sums,
+            program % query_tiles, qo_len, query_groups,
+            HEAD_DIM, PADDED_DIM, CHUNKS, False, TILE, QUERY_WARP, 8 if PER_THREAD else 1, 1,
+        )  # fmt: skip
+    elif program < query_programs + key_programs:
+        at = ((program - query_programs) // key_tiles).to(tl.int64)
+        _quantize_rows(
+            key + at // kv_heads * key_batch + at % kv_heads * key_head, key_row,
+            key_out + at * kv_len * PADDED_DIM, key_scale + at * key_groups, sums + at * CHUNKS * PADDED_DIM,
+            (program - query_programs) % key_tiles, kv_len, key_groups,
+            HEAD_DIM, PADDED_DIM, CHUNKS, SMOOTH_K, TILE, KEY_TILE, 4 if PER_THREAD else 1, 2 if PER_THREAD else 1,
+        )  # fmt: skip
+    else:
+        at = ((program - query_programs - key_programs) // key_tiles).to(tl.int64)
+        _quantize_value(
+            value + at // kv_heads * value_batch + at % kv_heads * value_head, value_row,
+            value_out + at * PADDED_DIM * padded_len, value_scale + at * PADDED_DIM, maxima + at * CHUNKS * PADDED_DIM,
+            (program - query_programs - key_programs) % key_tiles, kv_len, padded_len, value_max,
+            HEAD_DIM, PADDED_DIM, CHUNKS, TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def _quantize_rows(
+    source, row_stride, out, scales, sums, tile, length, groups,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ALIKE: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head of query or key, in INT8: of each ``BLOCK`` rows, ``ALIKE`` in turn go to one of ``GROUPS``,
+    whose rows share a scale. Halves are rounded away from zero, as upstream's quantization has it."""
+    channels = tl.arange(0, PADDED_DIM)
+    rows = tile * TILE + tl.arange(0, TILE)
+    inside = (rows < length)[:, None]
+    places = rows[:, None].to(tl.int64) * row_stride + channels[None, :]
+    loaded = tl.load(source + places, mask=inside & (channels[None, :] < HEAD_DIM), other=0.0).to(tl.float32)
+    if SUBTRACT_MEAN:
+        parts = tl.arange(0, CHUNKS)[:, None] * PADDED_DIM + channels[None, :]
+        loaded = tl.where(inside, loaded - (tl.sum(tl.load(sums + parts), axis=0) / length)[None, :], 0.0)
+    BLOCKS: tl.constexpr = TILE // BLOCK
+    REPEATS: tl.constexpr = BLOCK // GROUPS // ALIKE
+    largest = tl.reshape(tl.max(tl.abs(loaded), axis=1), (BLOCKS, REPEATS, GROUPS, ALIKE))
+    scale = tl.maximum(tl.max(tl.max(largest, axis=3), axis=1), SMALLEST) / 127.0
+    group = tile * (BLOCKS * GROUPS) + tl.arange(0, BLOCKS * GROUPS)
+    tl.store(scales + group, tl.reshape(scale, (BLOCKS * GROUPS,)), mask=group < groups)
+    of_row = tl.broadcast_to(tl.reshape(scale, (BLOCKS, 1, GROUPS, 1)), (BLOCKS, REPEATS, GROUPS, ALIKE))
+    scaled = loaded / tl.reshape(of_row, (TILE,))[:, None]
+    rounded = (scaled + tl.where(scaled >= 0, 0.5, -0.5)).to(tl.int8)
+    tl.store(out + rows[:, None].to(tl.int64) * PADDED_DIM + channels[None, :], rounded, mask=inside)
+
+
+@triton.jit
+def _quantize_value(
+    source, row_stride, out, scales, maxima, tile, length, padded_length, value_max,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head of value, in fp8 E4M3, transposed, zeros behind its end."""
+    channels = tl.arange(0, PADDED_DIM)
+    rows = tile * TILE + tl.arange(0, TILE)
+    # within 16 rows, tensor cores take two of the first eight, then two of the last eight, and so on
+    in_16 = rows % 16
+    row = rows - in_16 + in_16 % 4 // 2 * 8 + in_16 // 4 * 2 + in_16 % 2
+    inside = (row < length)[:, None] & (channels[None, :] < HEAD_DIM)
+    loaded = tl.load(source + row[:, None].to(tl.int64) * row_stride + channels[None, :], mask=inside, other=0.0)
+    parts = tl.arange(0, CHUNKS)[:, None] * PADDED_DIM + channels[None, :]
+    scale = tl.maximum(tl.max(tl.load(maxima + parts), axis=0), SMALLEST) / value_max
+    if tile == 0:
+        tl.store(scales + channels, scale)
+    scaled = (loaded.to(tl.float32) / scale[None, :]).to(tl.float8e4nv)
+    places = channels[None, :].to(tl.int64) * padded_length + rows[:, None]
+    tl.store(out + places, scaled, mask=(rows < padded_length)[:, None])
