@@ -6,14 +6,18 @@ import { renderMarkdown } from "./markdown.js";
 import { readOutput } from "./report_data.js";
 import { drawRun, section } from "./report_view.js";
 import { changedSettings, differences, kernelKeys, runName } from "./run_summary.js";
+import { fetchRun } from "./server.js";
 
 const EMPTY = "Queue the workflow: which kernel served which attention calls, and why, appears here.";
+const GONE = "The server has no report of this run any more";
 const SAID_MS = 2000;
 const REMEMBERED = 32;
 
 export class ReportPanel {
   #output = null;
   #drawn = "";
+  /** The run that is drawn; null where the output is shown by its text. */
+  #run = null;
   /** Every run that this node has shown, by key: with other settings, the report starts again without the old ones. */
   #known = new Map();
 
@@ -40,6 +44,9 @@ export class ReportPanel {
     this.#output = read;
     this.#drawn = drawn;
     for (const run of read.report?.runs ?? []) {
+      const before = this.#known.get(run.key);
+      if (read.report.shown.includes(run)) run.text = read.text;
+      else if (before && before.status !== "running") run.text = before.text; // it has not changed since
       this.#known.delete(run.key);
       this.#known.set(run.key, run);
     }
@@ -51,6 +58,7 @@ export class ReportPanel {
 
   #draw(run) {
     const { text, report, problem } = this.#output;
+    this.#run = run;
     this.#choose(run);
     if (!run) {
       const notes = problem && report === null ? [classed("problem", "p", problem)] : [];
@@ -66,9 +74,7 @@ export class ReportPanel {
       ...notes,
       ...drawRun(run, keys, report.gpu),
       ...[comparison(run, runs)].filter(Boolean),
-      folded("The report as text, with the machine and the settings", () =>
-        classed("text", "div", renderMarkdown(text)),
-      ),
+      folded("The report as text, with the machine and the settings", () => this.#asText(run)),
     );
   }
 
@@ -78,11 +84,30 @@ export class ReportPanel {
     this.choice.hidden = runs.length < 2;
   }
 
+  #asText(run) {
+    const place = classed("text", "div");
+    const fill = (text) => place.replaceChildren(text === null ? create("p", GONE) : renderMarkdown(text));
+    if (run.text) fill(run.text);
+    else textOf(run).then(fill);
+    return place;
+  }
+
   async #copy() {
-    const copied = await copyText(this.#output.text);
-    this.copyButton.textContent = copied ? "Copied" : "Copying was refused";
+    const text = this.#run ? await textOf(this.#run) : this.#output.text;
+    const said = text === null ? GONE : (await copyText(text)) ? "Copied" : "Copying was refused";
+    this.copyButton.textContent = said;
     setTimeout(() => (this.copyButton.textContent = "Copy report"), SAID_MS);
   }
+}
+
+/** The report of a run as Markdown: from the output that showed it, else from the server; null where neither has it. */
+async function textOf(run) {
+  try {
+    run.text ||= (await fetchRun(run.key)).text;
+  } catch {
+    return null;
+  }
+  return run.text;
 }
 
 /** What differs from another finished run of the same model: the one before, until someone chooses another. */

@@ -5,8 +5,17 @@ import { output, report, run, twoRuns } from "./samples.mjs";
 
 const extensions = [];
 globalThis.app = { registerExtension: (extension) => extensions.push(extension) };
+globalThis.api = {};
 await load("attention_report.js");
 const [extension] = extensions;
+/** The server answers with what is in app.answers, by the uid of the run. */
+const fetchesRuns = (asked) => {
+  api.fetchApi = async (path) => {
+    asked.push(path);
+    const answer = app.answers[path.split("/").at(-1)];
+    return { ok: Boolean(answer), status: answer ? 200 : 404, json: async () => answer };
+  };
+};
 const named = (name) => output(report([], { notes: [name] }), `## ${name}`);
 
 class Node {
@@ -235,13 +244,77 @@ test("restored outputs of other packs, of no graph and of nothing do no harm", (
   extension.onNodeOutputsUpdated({ 7: named("another node"), "gone:7": named("no such subgraph") });
 });
 
-test("the button copies the Markdown and says so", async (context) => {
-  context.mock.timers.enable({ apis: ["setTimeout"] });
+/** What goes into the clipboard. */
+function clipboard() {
   const copied = [];
   Object.defineProperty(globalThis, "navigator", {
     value: { clipboard: { writeText: async (text) => copied.push(text) } },
     configurable: true,
   });
+  return copied;
+}
+
+/** Opens the report as text, below what is drawn. */
+async function asText(node) {
+  const details = node.body.children.at(-1);
+  details.open = true;
+  details.listeners.toggle();
+  await new Promise(setImmediate);
+  return details.children[1].textContent;
+}
+
+test("what is copied, and shown as text, is the run that is drawn", async (context) => {
+  context.mock.timers.enable({ apis: ["setTimeout"] });
+  const copied = clipboard();
+  const asked = [];
+  app.answers = { "run-1": { text: "## Run 1, from the server" } };
+  fetchesRuns(asked);
+  const node = created();
+  const copy = async (key, said) => {
+    node.runs.value = key;
+    node.runs.listeners.change();
+    const button = node.widget.element.all("button")[0];
+    await button.listeners.click();
+    assert.equal(button.textContent, said);
+    context.mock.timers.tick(2000);
+    return copied.at(-1);
+  };
+  const runs = [1, 2, 3].map((id) => run({ id }));
+  // the node saw run 2 and run 3 in an output, and run 0 and run 1 only in the list of runs
+  node.onExecuted(output(report([run({ id: 0 }), ...runs.slice(0, 2)]), "## Run 2"));
+  node.onExecuted(output(report(runs), "## Run 3"));
+  assert.equal(await copy("run-3", "Copied"), "## Run 3");
+  assert.equal(await asText(node), "Run 3");
+  assert.equal(await copy("run-2", "Copied"), "## Run 2");
+  assert.equal(await asText(node), "Run 2");
+  assert.deepEqual(asked, []);
+  assert.equal(await copy("run-1", "Copied"), "## Run 1, from the server");
+  assert.equal(await asText(node), "Run 1, from the server");
+  assert.equal(await copy("run-1", "Copied"), "## Run 1, from the server");
+  assert.deepEqual(asked, ["/sagescope/runs/run-1"]);
+  const before = copied.length;
+  await copy("run-0", "The server has no report of this run any more");
+  assert.match(await asText(node), /^The server has no report/);
+  assert.equal(copied.length, before);
+});
+
+test("the text of a run that was still going is not that of the finished one", async (context) => {
+  context.mock.timers.enable({ apis: ["setTimeout"] });
+  const copied = clipboard();
+  app.answers = { "run-1": { text: "## finished" } };
+  fetchesRuns([]);
+  const node = created();
+  node.onExecuted(output(report([run({ id: 1, status: "running" })]), "## running"));
+  node.onExecuted(output(report([run({ id: 1 }), run({ id: 2 })]), "## Run 2"));
+  node.runs.value = "run-1";
+  node.runs.listeners.change();
+  await node.button("Copy report").listeners.click();
+  assert.deepEqual(copied, ["## finished"]);
+});
+
+test("the button copies the Markdown and says so", async (context) => {
+  context.mock.timers.enable({ apis: ["setTimeout"] });
+  const copied = clipboard();
   const node = created();
   node.onExecuted(named("copied"));
   const button = node.button("Copy report");

@@ -52,6 +52,10 @@ def test_report_is_copied_saved_restored_and_compared(tab: Tab) -> None:
     tab.picture("compared")
     tab.page.locator(f"{PANEL}-bar select").select_option(index=1)
     check_against(tab, first)
+    check_text(tab, first)
+    tab.page.click(f"{PANEL} button:text-is('Copy report')")
+    tab.page.wait_for_selector("text=Copied")
+    assert tab.call("() => navigator.clipboard.readText()") == first["text"][0]
 
     # in a new tab of ComfyUI and back, its outputs are restored without an execution
     tab.call("() => window.app.extensionManager.command.execute('Comfy.NewBlankWorkflow')")
