@@ -74,7 +74,9 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.SMOOTH_K: "Set smooth_k to 'auto': this kernel has no such switch.",
     RefusalCode.KV_LEN: BEYOND_A_LIMIT,
     RefusalCode.SHAPE: BEYOND_A_LIMIT,
-    RefusalCode.OFFSET: "Lower the resolution or the length: the kernel counts the elements of a head in 32 bits.",
+    RefusalCode.OFFSET: (
+        "Lower the resolution or the length: the kernel counts the elements of a head, or of its attn_mask, in 32 bits."
+    ),
     RefusalCode.NOT_INSTALLED: "Install the package that the detail names, then restart ComfyUI.",
     RefusalCode.FUNCTION_MISSING: "Install a build of the package that has this function, then restart ComfyUI.",
     RefusalCode.BUILD: "Reinstall the package for this Python, torch and driver; the detail is its own error.",

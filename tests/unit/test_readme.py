@@ -38,7 +38,7 @@ from sage_core.backends import (
 )
 from sage_core.backends.base import Tolerance
 from sage_core.planning import Planner
-from sage_core.refusal import RefusalCode
+from sage_core.refusal import ADVICE, RefusalCode
 from sage_core.selection import select
 from sage_core.stats import Run
 from sage_core.support import Support
@@ -209,6 +209,14 @@ def test_every_reason_that_the_code_gives_is_explained_and_no_other() -> None:
     source = "\n".join(file.read_text(encoding="utf-8") for file in files)
     given = {code.value for code in RefusalCode if re.search(rf"RefusalCode\.{code.name}\b", source)}
     assert sorted(explained) == sorted(given)
+
+
+@pytest.mark.parametrize("named", ["head", "attn_mask"])
+def test_what_can_be_too_large_for_32_bits_is_named(named: str) -> None:
+    (rows,) = tables(section("Troubleshooting"))
+    (row,) = [row for row in rows if quoted(row[0]) == ["offset"]]
+    assert named in row[1]
+    assert named in ADVICE[RefusalCode.OFFSET]
 
 
 @pytest.mark.parametrize("title", ["Why not", "Shapes", "Measured for one call", "Sites", "What happened", "Machine"])
