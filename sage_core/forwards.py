@@ -110,7 +110,8 @@ class Review:
     def find_limit(self, forward: Forward, key: str, native: Callable[[], Any], wait: Wait | None) -> bool | None:
         """Find out, once, whether the host limits such forwards, where the choice of a kernel rests on it.
 
-        What was found, when some of the forward's plans were made for the other case; None otherwise.
+        What was found, when some of the forward's plans were made for the other case: it is to be run again, and counts
+        as made to find that out. None otherwise.
         """
         guessed = {plan.host_bound for plan in forward.plans} - {None}
         if wait is None or not guessed or forward.host_bound is not None or self.policy.compare_with_native == "never":
@@ -126,6 +127,7 @@ class Review:
         self.session.measurements.put("limits", key, {"host_bound": bound})
         if guessed == {bound}:
             return None
+        forward.run.made_again(forward.plans)
         forward.run.note(f"planned again: the {'host' if bound else 'device'} limits this model call")
         return bound
 

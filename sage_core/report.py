@@ -150,7 +150,9 @@ def _run_lines(run: dict[str, Any], policy: dict[str, Any]) -> list[str]:
     seconds = "" if run["seconds"] is None else f", {run['seconds']:.2f} s"
     lines = [f"### Run {run['id']}: {_escaped(run['model'])}, {_escaped(where)}", ""]
     lines += [f"**{_escaped(line)}**" for line in run_headline(run, policy)]
-    extra = f", and {_count(run['comparison_calls'], 'call')} more to compare" if run["comparison_calls"] else ""
+    extra = (
+        f", and {_count(run['comparison_calls'], 'call')} more to compare and plan" if run["comparison_calls"] else ""
+    )
     lines += ["", f"{run['status']}, {steps} steps{seconds}{extra}", ""]
     lines += _table(
         ("kernel", "calls", "share"),

@@ -107,6 +107,17 @@ class Run:
             self.forwards += 1
             self._count(zip(count(), plans))
 
+    def made_again(self, plans: list[Plan]) -> None:
+        """Count a recorded forward as an extra one after all: the next one takes its place in the picture."""
+        with self._lock:
+            self.forwards -= 1
+            for site, plan in enumerate(plans):
+                counted = (-1, plan) if (-1, plan) in self._calls else (site, plan)
+                self._calls[counted] -= 1
+                if not self._calls[counted]:
+                    del self._calls[counted]
+            self._comparison_calls += len(plans)
+
     def record_outside(self, plans: Iterable[Plan]) -> None:
         """Count calls that came outside any forward, and so have no site."""
         with self._lock:

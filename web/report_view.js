@@ -30,7 +30,7 @@ export function section(title, ...content) {
 
 function headline(run) {
   const steps = run.totalSteps === null ? `${run.steps ?? "?"}` : `${run.steps ?? "?"} of ${run.totalSteps}`;
-  const more = run.comparisonCalls ? `, and ${show.count(run.comparisonCalls, "call")} more to compare` : "";
+  const more = run.comparisonCalls ? `, and ${show.count(run.comparisonCalls, "call")} more to compare and plan` : "";
   const facts = `${run.status || "status not known"}, ${steps} steps, ${show.seconds(run.seconds)}${more}`;
   const where = run.node ? `, sampler node ${run.node}` : "";
   return classed(

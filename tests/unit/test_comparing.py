@@ -251,6 +251,23 @@ def test_a_cold_run_and_a_warm_one_have_the_same_bits(machine, extra_ms, toleran
     assert (NATIVE in served(warm_comfy.run())) is (extra_ms > 0)
 
 
+def test_calls_of_a_model_call_that_was_planned_again_are_counted_apart(asynchronous):
+    made = []
+    asynchronous.native_ms, asynchronous.native_host_ms = 0.3, 0.03
+    asynchronous.add("saves device time", 0.15, 0.09, exact=True)
+    model = launching(asynchronous, 0.1, 9.0)
+    comfy, _ = sampled(
+        asynchronous,
+        lambda attention, options: model(lambda *args, **kw: made.append(1) or attention(*args, **kw), options),
+    )
+    run = comfy.run()
+    assert any("planned again" in event["text"] for event in run["events"])
+    assert run["calls"] + run["comparison_calls"] == len(made)
+    assert f"and {run['comparison_calls']} calls more to compare and plan" in to_markdown(
+        build_report(comfy.dispatcher.snapshot(), "0.1.0", None, True)
+    )
+
+
 def test_calls_add_up_with_those_of_comparisons_apart(machine):
     made = []
     machine.add("fast", 1.0)
@@ -471,7 +488,11 @@ def test_what_limits_the_forward_is_measured_and_decides(
     asynchronous.add("saves device time", native_ms / 2, 0.09, exact=True)
     steps = (1.0, 0.5, 0.0)
     cold, first = sampled(asynchronous, launching(asynchronous, *around), steps=steps)
-    assert any("planned again" in event["text"] for event in cold.run()["events"]) is planned_again
+    run = cold.run()
+    assert any("planned again" in event["text"] for event in run["events"]) is planned_again
+    assert (run["forwards"], run["calls"]) == (2, 6)  # however often they were made: what is besides is counted apart
+    assert not planned_again or served(run) == {expected: 6}
+    assert all(sum(entry["calls"] for entry in run[table]) == 6 for table in ("sites", "shapes"))
     found = cold.dispatcher.session.measurements.entries().get("limits", {}).values()
     assert [entry["host_bound"] for entry in found] == limits
     warm, second = sampled(asynchronous, launching(asynchronous, *around), steps=steps)

@@ -163,6 +163,16 @@ def test_counters_are_bounded_and_no_call_is_lost():
     assert snapshot["sites"][-1]["calls"] == 30
 
 
+@pytest.mark.parametrize("before", [[], [SERVED], [SERVED] * (MAX_COUNTERS + 1)], ids=["none", "one", "too many"])
+def test_a_forward_that_is_made_again_leaves_nothing_but_its_number_of_calls(before):
+    run, other = make_run(before, [SERVED, REFUSED]), make_run(before)
+    run.made_again([SERVED, REFUSED])
+    left, expected = run.snapshot(), other.snapshot()
+    assert (left["comparison_calls"], left["calls"], left["forwards"]) == (2, len(before), 1)
+    for table in ("sites", "shapes", "refusals", "calls_by_kernel"):
+        assert left[table] == expected[table]
+
+
 def test_a_model_with_two_thousand_sites_is_counted_site_by_site():
     plans = [Plan("a", make_spec(kv_len=1 + site), f"block {site}") for site in range(2_000)]
     snapshot = make_run(*[plans] * 3).snapshot()
