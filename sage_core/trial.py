@@ -33,7 +33,8 @@ def try_kernel(use: Use, spec: AttentionSpec, device: torch.device) -> Refusal |
     """Why the kernel may not serve calls with the features of ``spec``; None when its result is right.
 
     Right means: query's shape, dtype and device, finite, within the backend's tolerance of exact attention in fp32
-    (relative L2 and cosine on normal data), and query, key, value and attn_mask unchanged.
+    (relative L2 and cosine on normal data), query, key, value and attn_mask unchanged, and so is the output after
+    another call.
     """
     try:
         return _try(use, trial_spec(spec), device)
@@ -50,7 +51,14 @@ def _try(use: Use, small: AttentionSpec, device: torch.device) -> Refusal | None
         keywords["attn_mask"] = mask
     with on_device(query.device):
         output = use.kernel.function(query, key, value, **keywords)
-    return _judge(use, small, output, handed, given)
+        failed = _judge(use, small, output, handed, given)
+        if failed is not None:
+            return failed
+        before = output.clone()
+        use.kernel.function(query, key, -value, **keywords)
+    if not torch.equal(output, before):
+        return _failed(f"{use.backend.name} wrote its next output over the one before")
+    return None
 
 
 def _judge(

@@ -33,6 +33,8 @@ from sage_core.timing import Stopwatch, Timing
 CPU = torch.device("cpu")
 KERNEL = "fake kernel"
 TOLERANCE = Tolerance(relative_l2=0.02, cosine=0.999)
+TRIAL_CALLS = 2
+"""Calls of a kernel that its small example makes, where nothing is wrong with it."""
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from sage_core.checking import SiteAccuracy, site_norms
 from sage_core.refusal import RefusalCode
 from tests.unit.conftest import (
     CPU,
+    TRIAL_CALLS,
     Machine,
     Native,
     Sites,
@@ -425,8 +426,8 @@ def test_a_site_that_drifts_leaves_its_kernel_after_the_next_check(wrong_from, c
         assert all(torch.equal(output[1], native) for output in outputs[checked_at + 1 :])
         assert not torch.equal(outputs[checked_at][1], native)
     assert run["calls"] == 60
-    trials, checks = 1, 3
-    assert len(kernel.calls) == trials + checks + sum(n for (_, name), n in calls.items() if name == "a")
+    checks = 3
+    assert len(kernel.calls) == TRIAL_CALLS + checks + sum(n for (_, name), n in calls.items() if name == "a")
     comfy.sample()
     # a drift after the last check is found by the first one of the next run
     assert by_site(comfy.run())[1] == ({NATIVE} if checked_at is not None else {"a", NATIVE})

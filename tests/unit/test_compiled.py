@@ -22,6 +22,7 @@ from sage_core.backends.base import Tolerance
 from sage_core.policy import NATIVE_ONLY
 from tests.unit.conftest import (
     KERNEL,
+    TRIAL_CALLS,
     FakeComfy,
     FakeKernel,
     Machine,
@@ -369,7 +370,7 @@ def test_a_kernel_that_fails_inside_a_graph_is_retired_and_native_takes_over():
     def failing(*call: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        if calls > BLOCKS + 1:  # each of the first forward, after the small example
+        if calls > TRIAL_CALLS + BLOCKS:  # each of the first forward, after the small example
             raise RuntimeError("broken")
         return attention(*call)
 
@@ -400,7 +401,7 @@ def test_a_forward_that_is_not_finite_is_rescued_through_the_same_graph():
     def spoilt(*call: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        return attention(*call) * (float("nan") if calls > 1 + 2 * BLOCKS else 1.0)
+        return attention(*call) * (float("nan") if calls > TRIAL_CALLS + 2 * BLOCKS else 1.0)
 
     model = Compiled(make_dispatcher(fake_backend(FakeKernel(spoilt)), tolerance=None))
     outputs = model.comfy.sample(SIGMAS)

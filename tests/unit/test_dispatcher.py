@@ -29,6 +29,7 @@ from sage_core.stats import MAX_RUNS
 from tests.unit.conftest import (
     CPU,
     KERNEL,
+    TRIAL_CALLS,
     Executor,
     FakeComfy,
     FakeKernel,
@@ -74,7 +75,7 @@ def refusal_codes(run):
 
 
 class Fails(FakeKernel):
-    """Right in its trial; of the calls after it, those numbered ``numbers`` raise, and all when none is given."""
+    """Right in its trial; of the calls after that, those numbered ``numbers`` raise, and all when none is given."""
 
     def __init__(self, error, *numbers):
         super().__init__()
@@ -83,8 +84,8 @@ class Fails(FakeKernel):
 
     def __call__(self, *args, **keywords):
         output = super().__call__(*args, **keywords)
-        number = len(self.calls) - 1
-        if number == 0 or (self.numbers and number not in self.numbers):
+        number = len(self.calls) - TRIAL_CALLS
+        if number <= 0 or (self.numbers and number not in self.numbers):
             return output
         self.failures += 1
         raise type(self.error)(*self.error.args)  # a new one, since errors keep the frames that they went through
@@ -117,7 +118,7 @@ def test_a_call_that_nothing_speaks_against_is_served_by_the_kernel(skip_reshape
         assert output.shape == expected.shape
         torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
     assert comfy.native.calls == 0
-    assert len(kernel.calls) == 1 + 2
+    assert len(kernel.calls) == TRIAL_CALLS + 2
     assert served(comfy.run()) == {KERNEL: 2}
     assert comfy.run()["refusals"] == []
     assert all(torch.equal(tensor, given) for tensor, given in zip(args, before, strict=False))
@@ -136,7 +137,7 @@ def test_a_mask_reaches_the_kernel_with_four_axes_however_it_was_passed():
         comfy, _ = comfy_with(FakeKernel(spoil), model)
         comfy.sample()
         assert served(comfy.run()) == {KERNEL: 1}
-    assert shapes[1::2] == [(1, 1, 24, 24)] * 2
+    assert shapes[TRIAL_CALLS :: TRIAL_CALLS + 1] == [(1, 1, 24, 24)] * 2
 
 
 def refused(**options):
@@ -297,7 +298,7 @@ def test_smoothing_is_what_the_person_chose(smooth_k, handed):
     backend = fake_backend(kernel, options=("smooth_k",), smooth_k=True)
     comfy = FakeComfy(make_dispatcher(backend, smooth_k=smooth_k))
     comfy.sample()
-    assert [call["smooth_k"] for call in kernel.calls] == [handed] * 3
+    assert [call["smooth_k"] for call in kernel.calls] == [handed] * (TRIAL_CALLS + 2)
     assert [site["smooth_k"] for site in comfy.run()["sites"]] == [handed] * 2
 
 
@@ -317,7 +318,7 @@ def test_preparing_gives_every_reason_why_a_forced_kernel_serves_nothing():
 def test_preparing_tries_a_call_that_the_kernel_declares_to_take(limits):
     kernel = FakeKernel()
     assert make_dispatcher(fake_backend(kernel, **limits)).prepare(CPU) == ()
-    assert len(kernel.calls) == 1
+    assert len(kernel.calls) == TRIAL_CALLS
 
 
 def test_preparing_auto_loads_what_it_may_use_and_runs_nothing():
@@ -388,7 +389,7 @@ def test_each_step_of_a_window_is_decided_by_its_own_sigma():
 
     comfy.sample((1.0, 0.75, 0.5, 0.25, 0.0), note)
     assert native_calls == [1, 1, 1, 2]
-    assert kernel_calls == [0, 2, 3, 3]
+    assert kernel_calls == [0, TRIAL_CALLS + 1, TRIAL_CALLS + 2, TRIAL_CALLS + 2]
 
 
 def test_without_a_window_the_schedule_is_not_asked(monkeypatch):
@@ -489,7 +490,7 @@ def test_out_of_memory_makes_the_rest_of_the_run_native_and_the_next_run_tries_a
     outputs = [output for forward in comfy.sample((1.0, 0.5, 0.0)) for output in forward]
     run = comfy.run()
     assert kernel.failures == 1
-    assert len(kernel.calls) == 1 + at
+    assert len(kernel.calls) == TRIAL_CALLS + at
     assert served(run) == {name: n for name, n in ((KERNEL, at - 1), (NATIVE, 7 - at)) if n}
     assert all(torch.equal(output, Native()(*args, **kwargs)) for output in outputs[at - 1 :])
     assert refusal_codes(run) == {"out_of_memory": 7 - at}
@@ -960,7 +961,7 @@ def test_plans_do_not_grow_with_steps_or_runs():
     comfy.sample([1.0 - step / 50 for step in range(51)])
     comfy.sample()
     assert count_plans(comfy) == plans == 7
-    assert len(kernel.calls) == 1 + 7 * 52
+    assert len(kernel.calls) == TRIAL_CALLS + 7 * 52
     assert [len(run["sites"]) for run in comfy.runs()] == [7] * 3
 
 
@@ -1063,10 +1064,10 @@ def test_a_kernel_runs_with_the_device_of_query_current(monkeypatch, index, ente
 
 
 class Flaky:
-    """A kernel that raises a file error at its calls of these numbers, its small example being 0."""
+    """A kernel that raises a file error at its calls of these numbers, the last of its small example being 0."""
 
     def __init__(self, *numbers):
-        self.numbers, self.made = numbers, -1
+        self.numbers, self.made = numbers, -TRIAL_CALLS
 
     def __call__(self, *call):
         self.made += 1
@@ -1103,7 +1104,7 @@ def test_a_file_error_costs_its_call_and_three_in_a_row_the_kernel(numbers, by_k
         torch.testing.assert_close(output, native[0], rtol=1e-4, atol=1e-5)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warned) == 1 + retired
-    assert len(kernel.calls) <= 1 + 8 + sum(number == 0 for number in numbers)
+    assert len(kernel.calls) <= TRIAL_CALLS * (1 + (0 in numbers)) + 8
 
 
 def test_a_success_counts_for_its_device_and_kernel_only():
@@ -1138,7 +1139,7 @@ def test_an_output_that_does_not_fit_the_call_is_found_at_the_first_one(spoil, e
     (refusal,) = comfy.run()["refusals"]
     assert (refusal["code"], refusal["calls"]) == ("kernel_error", 3)
     assert "for query" in refusal["detail"]
-    assert len(kernel.calls) == 1 + 1
+    assert len(kernel.calls) == TRIAL_CALLS + 1
 
 
 # -- torch.compile

@@ -14,6 +14,7 @@ from sage_core import comparing
 from sage_core.live import Live
 from tests.unit.conftest import (
     LONG,
+    TRIAL_CALLS,
     FakeComfy,
     FakeKernel,
     Machine,
@@ -121,7 +122,7 @@ SCENARIOS = {
     "out of memory": (
         {"fast": 3, "native": 5},
         FAST,
-        {"policy": {"kernel": "fast"}, "spoil": lambda: fails_once(torch.OutOfMemoryError, 6)},
+        {"policy": {"kernel": "fast"}, "spoil": lambda: fails_once(torch.OutOfMemoryError, TRIAL_CALLS + 5)},
     ),
     "out of memory while it is tried": (
         {"native": 8},
@@ -131,17 +132,17 @@ SCENARIOS = {
     "a kernel that raises": (
         {"fast": 3, "native": 5},
         {"native": 8},
-        {"policy": {"kernel": "fast"}, "spoil": lambda: fails_once(ArithmeticError, 6)},
+        {"policy": {"kernel": "fast"}, "spoil": lambda: fails_once(ArithmeticError, TRIAL_CALLS + 5)},
     ),
     "a file error": (
         {"fast": 7, "native": 1},
         FAST,
-        {"policy": {"kernel": "fast"}, "spoil": lambda: fails_once(FileNotFoundError, 6)},
+        {"policy": {"kernel": "fast"}, "spoil": lambda: fails_once(FileNotFoundError, TRIAL_CALLS + 5)},
     ),
     "not finite": (
         {"fast": 4, "native": 6},  # the broken forward and the one that replaced it both count
         {"native": 8},
-        {"policy": {"kernel": "fast"}, "spoil": lambda: broken_at(5)},
+        {"policy": {"kernel": "fast"}, "spoil": lambda: broken_at(TRIAL_CALLS + 4)},
     ),
     "out of tolerance": ({"native": 8}, {"native": 8}, {"spoil": lambda: off_at_the_site}),
     "observed": ({"native": 8}, {"native": 8}, {"policy": {"kernel": "native (observe only)"}}),

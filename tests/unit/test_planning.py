@@ -10,7 +10,7 @@ import torch
 
 from sage_core.backends.starting_order import Preference
 from sage_core.refusal import Refusal, RefusalCode
-from tests.unit.conftest import LONG, Machine, Sites, attention, fake_backend, off_by, plain_model, served
+from tests.unit.conftest import LONG, TRIAL_CALLS, Machine, Sites, attention, fake_backend, off_by, plain_model, served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -264,7 +264,7 @@ def test_a_kernel_that_there_was_no_time_for_is_remembered_as_such(tmp_path):
         (entry,) = comfy.run()["refusals"]
         assert (entry["kernel"], entry["code"], entry["calls"]) == ("late", "not_worthwhile", 2)
         assert "not timed" in entry["detail"]
-    assert len(late.calls) == 1, "more than its small example"
+    assert len(late.calls) == TRIAL_CALLS, "more than its small example"
     assert machine.stopwatches[1].runs == 0
 
 
@@ -272,12 +272,12 @@ def test_a_kernel_that_there_was_no_time_for_is_remembered_as_such(tmp_path):
 
 
 def fails_at(error, *numbers):
-    """A kernel that raises at its calls of these numbers, the small example being 0."""
+    """A kernel that raises at its calls of these numbers, the last of the small example being 0."""
     calls = Counter()
 
     def spoil(*call):
         calls["made"] += 1
-        if calls["made"] - 1 in numbers:
+        if calls["made"] - TRIAL_CALLS in numbers:
             raise type(error)(*error.args)
         return attention(*call)
 
@@ -295,7 +295,7 @@ def test_a_kernel_that_raises_while_it_is_measured_is_retired(number, caplog):
         comfy.sample()
         assert served(comfy.run()) == {"fast": 3}
         assert ("broken", "kernel_error") in refused(comfy.run())
-    assert len(broken.calls) == 1 + number
+    assert len(broken.calls) == TRIAL_CALLS + number
     assert len([record for record in caplog.records if "no image" in record.getMessage()]) == 1
 
 
@@ -314,7 +314,7 @@ def test_a_kernel_that_memory_was_too_short_for_while_measuring_is_out_for_the_r
     comfy.sample((1.0, 0.5, 0.0))
     assert served(comfy.run()) == {"fast": 6}
     assert refused(comfy.run()) == {("large", "out_of_memory")}
-    assert len(large.calls) == 2
+    assert len(large.calls) == TRIAL_CALLS + 1
     runs = machine.stopwatches[0].runs
     comfy.sample((1.0, 0.5, 0.0))
     assert machine.stopwatches[0].runs > runs
@@ -403,7 +403,8 @@ def test_a_kernel_that_raises_is_not_called_again_with_smoothing(while_timed):
     comfy = machine.comfy(tolerance=0.1)
     comfy.sample()
     assert served(comfy.run()) == {NATIVE: 3}
-    assert calls == ([False, True, False] if while_timed else [False])
+    tried = [False] * TRIAL_CALLS + [True] * TRIAL_CALLS
+    assert calls == ([*tried, False] if while_timed else [False])
 
 
 def test_running_out_of_memory_natively_passes_through():
@@ -443,9 +444,9 @@ def test_measuring_costs_a_bounded_number_of_calls():
     machine = Machine(native_ms=50.0)
     fast, hopeless = machine.add("fast", 40.0), machine.add("hopeless", 200.0)
     assert winner(machine) == "fast"
-    trial = serving = 1
-    assert len(fast.calls) == trial + 3 + serving
-    assert len(hopeless.calls) == trial + 2
+    serving = 1
+    assert len(fast.calls) == TRIAL_CALLS + 3 + serving
+    assert len(hopeless.calls) == TRIAL_CALLS + 2
 
 
 def test_a_quantized_kernel_is_checked_after_it_was_measured_and_loses_its_site_for_its_error():

@@ -11,7 +11,16 @@ from sage_core.failure import DeviceLost
 from sage_core.selection import Use
 from sage_core.spec import MaskKind
 from sage_core.trial import TRIAL_LENGTH, trial_spec, try_kernel
-from tests.unit.conftest import CPU, KERNEL, FakeKernel, attention, fake_backend, fake_environment, make_spec
+from tests.unit.conftest import (
+    CPU,
+    KERNEL,
+    TRIAL_CALLS,
+    FakeKernel,
+    attention,
+    fake_backend,
+    fake_environment,
+    make_spec,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -90,6 +99,30 @@ def test_a_kernel_that_changes_its_input_is_named_with_it(role):
         return output
 
     fails_with(trial(spoil)[0], f"changed the caller's {role} in place")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_kernel_that_writes_its_next_output_over_the_one_before_is_found(layout):
+    buffers = {}
+
+    def spoil(*call):
+        output = attention(*call)
+        return buffers.setdefault(output.shape, output).copy_(output)
+
+    fails_with(trial(spoil, layout=layout)[0], "over the one before")
+    assert trial(lambda *call: spoil(*call).clone(), layout=layout)[0] is None
+
+
+def test_what_another_call_of_the_example_raises_counts():
+    calls = []
+
+    def spoil(*call):
+        calls.append(1)
+        if len(calls) == TRIAL_CALLS:
+            raise RuntimeError("twice")
+        return attention(*call)
+
+    assert "twice" in trial(spoil)[0].detail
 
 
 @pytest.mark.parametrize("kind", [MaskKind.BOOL, MaskKind.ADDITIVE])
@@ -206,13 +239,14 @@ def test_a_lost_device_is_no_refusal():
 def test_the_trial_hands_over_what_a_call_would():
     spec = make_spec(num_qo_heads=8, num_kv_heads=2, sm_scale=0.7)
     _, kernel = trial(spec=spec, layout="HND", expand_kv=True, smooth_k=True)
-    (call,) = kernel.calls
-    assert {name: call[name] for name in ("tensor_layout", "sm_scale", "smooth_k")} == {
-        "tensor_layout": "HND",
-        "sm_scale": 0.7,
-        "smooth_k": True,
-    }
-    assert call["shapes"] == [(1, 8, 128, 64)] * 3
+    assert len(kernel.calls) == TRIAL_CALLS
+    for call in kernel.calls:
+        assert {name: call[name] for name in ("tensor_layout", "sm_scale", "smooth_k")} == {
+            "tensor_layout": "HND",
+            "sm_scale": 0.7,
+            "smooth_k": True,
+        }
+        assert call["shapes"] == [(1, 8, 128, 64)] * 3
 
 
 def test_the_example_is_the_same_each_time_and_leaves_the_global_random_numbers_alone():
@@ -225,7 +259,7 @@ def test_the_example_is_the_same_each_time_and_leaves_the_global_random_numbers_
     state = torch.get_rng_state()
     for _ in range(2):
         assert trial(spoil, spec=SPEC._replace(mask_kind=MaskKind.BOOL))[0] is None
-    assert sums[0] == sums[1]
+    assert sums[:TRIAL_CALLS] == sums[TRIAL_CALLS:]
     assert torch.equal(torch.get_rng_state(), state)
 
 
