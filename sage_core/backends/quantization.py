@@ -20,7 +20,7 @@ from .base import Prepare
 
 TILE = 128
 """Rows of query, key or value that one program quantizes: a multiple of every block that shares a scale."""
-ROWS_AT_ONCE = 64
+ROWS_AT_ONCE = 32
 CHUNKS = 16
 """Parts of a head that key's mean and value's maxima are first taken over."""
 HND, NOT_CAUSAL, NO_LSE = 1, 0, 0
@@ -128,11 +128,11 @@ def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks
     )
     sums = empty(batch, kv_heads, CHUNKS, padded_dim)
     maxima = empty(batch, kv_heads, CHUNKS, padded_dim)
-    common = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "CHUNKS": CHUNKS, "SMOOTH_K": smooth_k}
+    common = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "CHUNKS": CHUNKS, "num_warps": 4}
     _statistics[(CHUNKS, kv_heads, batch)](
-        key, value, sums, maxima, kv_len, triton.cdiv(kv_len, CHUNKS), kv_heads,
+        key, value, sums, maxima, kv_len, triton.cdiv(kv_len, CHUNKS), kv_heads, smooth_k,
         *key.stride()[:3], *value.stride()[:3],
-        ROWS=ROWS_AT_ONCE, **common, num_warps=8,
+        ROWS=ROWS_AT_ONCE, **common,
     )  # fmt: skip
     query_tiles, key_tiles = triton.cdiv(qo_len, TILE), triton.cdiv(kv_len, TILE)
     _quantize[(batch * (heads * query_tiles + 2 * kv_heads * key_tiles),)](
@@ -141,7 +141,7 @@ def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks
         heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, blocks.value_max,
         *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         TILE=TILE, QUERY_WARP=blocks.query_warp, KEY_TILE=blocks.key_tile, PER_THREAD=blocks.per_thread,
-        **common, num_warps=8,
+        **common,
     )  # fmt: skip
     return quantized
 
@@ -150,11 +150,18 @@ def _up(length: int, multiple: int) -> int:
     return -(-length // multiple) * multiple
 
 
-@triton.jit
+LENGTHS = (
+    *("kv_len", "chunk", "qo_len", "padded_len", "heads", "kv_heads", "query_groups", "key_groups", "smooth_k"),
+    *("query_programs", "key_programs", "query_tiles", "key_tiles"),
+)
+"""What changes from call to call: compiled once for all values, unlike strides, whose alignment makes loads fast."""
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def _statistics(
-    key, value, sums, maxima, kv_len, chunk, kv_heads,
+    key, value, sums, maxima, kv_len, chunk, kv_heads, smooth_k,
     key_batch, key_head, key_row, value_batch, value_head, value_row,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, SMOOTH_K: tl.constexpr, ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sums of key and largest absolute values of value by channel, over one chunk of one head's rows."""
     part, head, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -168,23 +175,22 @@ def _statistics(
     for start in range(part * chunk, end, ROWS):
         rows = (start + tl.arange(0, ROWS))[:, None].to(tl.int64)
         inside = (rows < end) & in_head
-        if SMOOTH_K:
-            total += tl.load(key + rows * key_row + channels[None, :], mask=inside, other=0.0).to(tl.float32)
+        smoothed = inside & (smooth_k != 0)  # without smoothing key is not read, and its mean is 0
+        total += tl.load(key + rows * key_row + channels[None, :], mask=smoothed, other=0.0).to(tl.float32)
         loaded = tl.load(value + rows * value_row + channels[None, :], mask=inside, other=0.0)
         largest = tl.maximum(largest, tl.abs(loaded.to(tl.float32)))
     place = ((batch * kv_heads + head) * CHUNKS + part) * PADDED_DIM + channels
     tl.store(maxima + place, tl.max(largest, axis=0))
-    if SMOOTH_K:
-        tl.store(sums + place, tl.sum(total, axis=0))
+    tl.store(sums + place, tl.sum(total, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def _quantize(
     query, key, value, query_out, key_out, value_out, query_scale, key_scale, value_scale, sums, maxima,
     query_programs, key_programs, query_tiles, key_tiles,
     heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, value_max,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
-    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, SMOOTH_K: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr,
     TILE: tl.constexpr, QUERY_WARP: tl.constexpr, KEY_TILE: tl.constexpr, PER_THREAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of rows of one head: first all of query's, then key's, then value's."""
@@ -203,7 +209,7 @@ def _quantize(
             key + at // kv_heads * key_batch + at % kv_heads * key_head, key_row,
             key_out + at * kv_len * PADDED_DIM, key_scale + at * key_groups, sums + at * CHUNKS * PADDED_DIM,
             (program - query_programs) % key_tiles, kv_len, key_groups,
-            HEAD_DIM, PADDED_DIM, CHUNKS, SMOOTH_K, TILE, KEY_TILE, 4 if PER_THREAD else 1, 2 if PER_THREAD else 1,
+            HEAD_DIM, PADDED_DIM, CHUNKS, True, TILE, KEY_TILE, 4 if PER_THREAD else 1, 2 if PER_THREAD else 1,
         )  # fmt: skip
     else:
         at = ((program - query_programs - key_programs) // key_tiles).to(tl.int64)
@@ -251,6 +257,7 @@ def _quantize_value(
     """A tile of one head of value, in fp8 E4M3, transposed, zeros behind its end."""
     channels = tl.arange(0, PADDED_DIM)
     rows = tile * TILE + tl.arange(0, TILE)
+    padded_length = tl.multiple_of(padded_length, 16)  # as every value_tile is: 16 bytes are stored at once
     # within 16 rows, tensor cores take two of the first eight, then two of the last eight, and so on
     in_16 = rows % 16
     row = rows - in_16 + in_16 % 4 // 2 * 8 + in_16 // 4 * 2 + in_16 % 2
