@@ -34,17 +34,19 @@ def find(path: str | None) -> Path:
     )
 
 
-def start(comfyui: Path, base_directory: Path, *, cpu: bool) -> list[str]:
+def start(comfyui: Path, base_directory: Path, *, cpu: bool, options: Sequence[str] = ()) -> list[str]:
     """Make ComfyUI importable, with its user folder in ``base_directory``; the packages that are stood in for.
 
-    ComfyUI reads its options while it is imported, so nothing of it may come before.
+    ComfyUI reads its options while it is imported, so nothing of it may come before. ``options`` are as on its command
+    line.
     """
     # before the pack's root, whose folder `nodes` has the name of a file of ComfyUI's
     sys.path.insert(0, str(comfyui))
     missing = [name for name in NOT_FOR_SAMPLING if importlib.util.find_spec(name) is None]
     sys.meta_path.append(_StandIns(missing))
-    from comfy.cli_args import args
+    from comfy.cli_args import args, parser
 
+    parser.parse_args(options, args)
     args.cpu = cpu
     args.base_directory = str(base_directory)
     return missing

@@ -206,8 +206,14 @@ class Sampling:
     steps: int
 
     @classmethod
-    def build(cls, line: Line, device: torch.device, *, tiny: bool, steps: int | None) -> Sampling:
-        """Weights are drawn on the device, in the dtypes that ComfyUI gives them: some stay in fp32."""
+    def build(
+        cls, line: Line, device: torch.device, *, tiny: bool, steps: int | None, offload: torch.device | None = None
+    ) -> Sampling:
+        """Weights are drawn on the device, in the dtypes that ComfyUI gives them: some stay in fp32.
+
+        ``offload`` is where ComfyUI finds them and puts them when it unloads the model. Without it they stay: nothing
+        is moved to the host for a model that is thrown away then.
+        """
         import comfy.model_patcher
         from comfy import supported_models
 
@@ -220,10 +226,10 @@ class Sampling:
         config.set_inference_dtype(torch.float32 if tiny else torch.bfloat16, None)
         model = config.get_model({}, device=device)
         _fill(model.diffusion_model)
+        offload = model.device = offload or device
         return cls(
             line,
-            # nothing is moved to the host when the model is unloaded: it is thrown away then
-            comfy.model_patcher.ModelPatcher(model, load_device=device, offload_device=device),
+            comfy.model_patcher.ModelPatcher(model.to(offload), load_device=device, offload_device=offload),
             line.tiny_latent if tiny else line.latent,
             line.tiny_text if tiny else line.text,
             steps or (TINY_STEPS if tiny else line.steps),

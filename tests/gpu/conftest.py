@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,11 +64,13 @@ class Table:
 
 TABLE = pytest.StashKey[Table]()
 SESSION = pytest.StashKey[Session]()
+NOTES = pytest.StashKey[list[str]]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[TABLE] = Table()
     config.stash[SESSION] = Session(BACKENDS)
+    config.stash[NOTES] = []
 
 
 @pytest.fixture(autouse=True)
@@ -90,6 +92,12 @@ def table(request: pytest.FixtureRequest) -> Table:
     return request.config.stash[TABLE]
 
 
+@pytest.fixture
+def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
+    """note(text): a line for the end of the run, also when the test fails."""
+    return request.config.stash[NOTES].append
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
     """Failures are in the table too: a run that is written down says what went wrong in it."""
@@ -101,6 +109,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if config.stash[NOTES]:
+        terminalreporter.section("inside ComfyUI")
+        terminalreporter.write("\n".join([machine(config.stash[SESSION]), "", *config.stash[NOTES], ""]) + "\n")
     table = config.stash[TABLE]
     if not any(row.served or row.failed or row.refused for row in table.rows.values()):
         return

@@ -9,7 +9,7 @@ import pytest
 
 from sage_core import BACKENDS, Session
 from sage_core.environment import Device, Environment
-from tests.gpu.conftest import SESSION, TABLE, WRITE_TO, Table, pytest_terminal_summary
+from tests.gpu.conftest import NOTES, SESSION, TABLE, WRITE_TO, Table, pytest_terminal_summary
 
 KERNEL = "sdpa: flash"
 
@@ -51,14 +51,14 @@ class Reporter:
     write = section
 
 
-def summary(table, path, monkeypatch):
+def summary(table, path, monkeypatch, notes=()):
     if path is None:
         monkeypatch.delenv(WRITE_TO, raising=False)
     else:
         monkeypatch.setenv(WRITE_TO, str(path))
     session = Session(BACKENDS, Environment(devices=(Device(0, "sm90", "a GPU"),), torch_version="9.9"))
     reporter = Reporter()
-    pytest_terminal_summary(reporter, SimpleNamespace(stash={TABLE: table, SESSION: session}))
+    pytest_terminal_summary(reporter, SimpleNamespace(stash={TABLE: table, SESSION: session, NOTES: notes}))
     return reporter.text
 
 
@@ -78,3 +78,10 @@ def test_nothing_is_printed_when_no_kernel_was_tried(tmp_path, monkeypatch):
     assert not path.exists()
     assert summary(filled(), None, monkeypatch) != ""
     assert not path.exists()
+
+
+def test_what_tests_noted_is_printed_with_the_machine_also_without_a_table(monkeypatch):
+    printed = summary(Table(), None, monkeypatch, ["peak: 1 MiB", "peak: 2 MiB"])
+    assert "a GPU (sm90); torch 9.9" in printed
+    assert "peak: 1 MiB\npeak: 2 MiB\n" in printed
+    assert KERNEL not in printed
