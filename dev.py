@@ -277,13 +277,20 @@ def run(command: list[str | Path], advice: str) -> None:
 
 def call(command: list[str | Path]) -> int:
     # Reports hold characters that a Windows console's own code page lacks.
-    process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env={**os.environ, "PYTHONUTF8": "1"})
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    while True:
-        try:
-            return process.wait()
-        except KeyboardInterrupt:
-            continue  # the process got it too, and ends after it has stopped its server or summed up its tests
+    early: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
+    try:
+        process = subprocess.Popen(list(map(str, command)), cwd=ROOT, env={**os.environ, "PYTHONUTF8": "1"})
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        if early:  # came while the process was started, which nobody would have ended
+            process.terminate()
+        while True:
+            try:
+                return process.wait()
+            except KeyboardInterrupt:
+                continue  # the process got it too, and ends after it has stopped its server or summed up its tests
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def step(text: str) -> None:

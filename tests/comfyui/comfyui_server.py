@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -63,15 +64,26 @@ class Server(AbstractContextManager["Server"]):
         for name, source in PACKS.items():
             _link(source, self.base_directory / "custom_nodes" / name)
         self._log = self.base_directory / "server.log"
-        with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "main.py", *self._arguments()],
-                cwd=self._comfyui,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONUTF8": "1"},
-            )
+        interrupted: list[int] = []
+        handlers = {
+            number: signal.signal(number, lambda number, _: interrupted.append(number))
+            for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
+            with self._log.open("wb") as log:
+                self._process = subprocess.Popen(
+                    [sys.executable, "main.py", *self._arguments()],
+                    cwd=self._comfyui,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, "PYTHONUTF8": "1"},
+                )
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        try:
+            for number in interrupted:  # an exception inside Popen would leave a process that nobody knows of
+                signal.raise_signal(number)
             self._wait_until_ready()
         except BaseException:
             self.__exit__()

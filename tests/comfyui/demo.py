@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import socket
 import sys
@@ -61,6 +62,8 @@ def free_port(text: str) -> int:
     """A port that nothing listens on; 0 stands for any."""
     port = int(text)
     with socket.socket() as probe:
+        if os.name == "posix":  # as ComfyUI's server does: connections of an earlier one may still be closing
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except (OSError, OverflowError) as error:

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import comfyui_server
 import dev
+from demo import free_port
 
 SCRIPT = Path(__file__).with_name("demo.py")
 COMFYUI = dev.comfyui_roots()[0]
@@ -48,6 +50,36 @@ def test_a_port_that_is_taken_or_none_is_refused() -> None:
         port = taken.getsockname()[1]
         assert f"{port} cannot be used" in refused("--port", str(port))
     assert "70000 cannot be used" in refused("--port", "70000")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="on Windows such a port is free as it is")
+def test_a_port_whose_last_connections_are_still_closing_is_taken() -> None:
+    with socket.socket() as server, socket.socket() as client:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        client.connect(("127.0.0.1", port))
+        server.accept()[0].close()  # the side that closes first waits for late packets
+    assert free_port(str(port)) == port
+
+
+def test_a_signal_while_the_server_is_started_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    popen = subprocess.Popen
+
+    def interrupted(*_: object, **__: object) -> subprocess.Popen[bytes]:
+        started.append(popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(comfyui_server.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt), comfyui_server.Server(COMFYUI):
+        pass
+    left = started[0].poll() is None
+    started[0].kill()
+    assert not left
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import os
+import signal
+import subprocess
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -204,3 +208,33 @@ def test_unknown_argument_of_another_command_is_an_error(capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         dev.parse(["demo", "--kernels", "auto"])
     assert "unrecognized arguments: --kernels auto" in capsys.readouterr().err
+
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no SIGTERM")
+@pytest.mark.parametrize("early", [True, False], ids=["while it starts", "while it runs"])
+def test_sigterm_ends_the_process_that_was_started(early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    class Terminated(popen):  # type: ignore[valid-type,misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            started.append(self)
+            if early:
+                signal.raise_signal(signal.SIGTERM)
+
+        def wait(self, timeout: float | None = None) -> int:
+            if not early:
+                signal.raise_signal(signal.SIGTERM)
+            return int(super().wait(10))
+
+    monkeypatch.setattr(dev.subprocess, "Popen", Terminated)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert dev.call(SLEEP) == -signal.SIGTERM
+    finally:
+        started[0].kill()
+    assert signal.getsignal(signal.SIGTERM) is before  # the next one is for whatever runs then
