@@ -114,6 +114,7 @@ function readSite(raw) {
   return {
     site: number(raw.site),
     block: block && place !== null ? `${place}: ${block}` : block,
+    blockNumber: block ? place : null,
     kernel: string(raw.kernel) || "?",
     smoothed: typeof raw.smooth_k === "boolean" ? raw.smooth_k : null,
     checked: accuracy !== null,

@@ -43,11 +43,29 @@ export function sentences(run) {
     lines.push(`The output of ${rescued} was not finite: run again with exact attention before anything saw it.`);
   }
   if (run.replacedBy) lines.push(`${run.replacedBy} stands before this node and hands over what it does not serve.`);
-  const blocks = run.policy.skip_blocks;
-  if (Array.isArray(blocks) && blocks.length && run.sites.length && run.sites.every(({ block }) => !block)) {
-    lines.push("skip_blocks has no effect: this model does not report its blocks.");
+  return [...lines, ...skippedInVain(run)];
+}
+
+/** Says which numbers in skip_blocks are no block of the model. */
+function skippedInVain({ policy, sites }) {
+  const skipped = Array.isArray(policy.skip_blocks) ? policy.skip_blocks : [];
+  const blocks = sites.map(({ blockNumber }) => blockNumber).filter((number) => number !== null);
+  if (!skipped.length || !sites.length) return [];
+  if (!blocks.length) return ["skip_blocks has no effect: this model does not report its blocks."];
+  const last = Math.max(...blocks);
+  const beyond = skipped.filter((number) => number > last);
+  if (!beyond.length) return [];
+  return [`skip_blocks names ${ranges(beyond)}, which this model does not have: its last block is number ${last}.`];
+}
+
+/** Rising numbers as skip_blocks takes them: 3, 7-9. */
+function ranges(numbers) {
+  const found = [];
+  for (const number of numbers) {
+    if (found.at(-1)?.[1] === number - 1) found.at(-1)[1] = number;
+    else found.push([number, number]);
   }
-  return lines;
+  return found.map(([first, last]) => (first === last ? first : `${first}-${last}`)).join(", ");
 }
 
 function whoServed({ kernels }, calls, forwards) {

@@ -39,6 +39,17 @@ test("rescues, another override and blocks that are not known are said", () => {
   assert.match(blocks, /^skip_blocks has no effect/);
 });
 
+test("numbers in skip_blocks that are no block of the model are said as in the text of the report", () => {
+  const last = Math.max(...run().sites.map((site) => site.block_number));
+  const said = (...skip_blocks) => summary.sentences(read({}, { skip_blocks })).slice(1);
+  assert.deepEqual(said(), []);
+  assert.deepEqual(said(0, last), []);
+  const end = `which this model does not have: its last block is number ${last}.`;
+  assert.deepEqual(said(1, last + 3), [`skip_blocks names ${last + 3}, ${end}`]);
+  const [three, four, nine] = [3, 4, 9].map((more) => last + more);
+  assert.deepEqual(said(last, three, four, nine), [`skip_blocks names ${three}-${four}, ${nine}, ${end}`]);
+});
+
 test("no calls: another override took them, or the model offers none", () => {
   assert.match(
     summary.sentences(read({ calls: 0, override_replaced_by: "other" }))[0],
