@@ -181,10 +181,15 @@ class CandidateFinder:
 
     def _variants(self, call: AttentionCall, spec: AttentionSpec) -> dict[str, Use]:
         """The uses that an automatic choice may make of the kernels, by the name each is timed under."""
-        variants = {}
+        uses: dict[str, Use] = {}
         for backend in self.session.backends:
             judged = self._judge(backend, call, spec) if backend.auto else ()
             if isinstance(judged, Use):
+                uses[backend.name] = judged
+        variants = {}
+        for judged in uses.values():
+            better = [uses[name] for name in judged.backend.slower_than if name in uses]
+            if all(self.session.trial(use, spec, call.query.device) for use in better):
                 for smooth_k in self._switches() if judged.smooth_k is not None else (None,):
                     use = judged._replace(smooth_k=smooth_k)
                     variants[use.timed_as] = use

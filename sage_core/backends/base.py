@@ -52,7 +52,8 @@ class Backend:
     ``load(environment, arch, allow_download)`` returns the bound Kernel, or a tuple of every Refusal it has. It may
     import the package; it never launches a kernel. ``package`` is the distribution that provides it (for the report;
     empty for PyTorch's own), ``exact`` that its numerics are plain attention's, and ``auto`` that an automatic choice
-    may take it.
+    may take it. ``slower_than`` names kernels that do the same with less work: where one of them may serve, an
+    automatic choice does not spend time on this one.
     """
 
     name: str
@@ -62,3 +63,4 @@ class Backend:
     package: str = ""
     exact: bool = False
     auto: bool = True
+    slower_than: tuple[str, ...] = ()

@@ -211,6 +211,7 @@ SAGEATTN_FP8_SM90 = Backend(
     tolerance=INT8_FP8,
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda_sm90", "sm90", _sm90_arguments),
     package=PACKAGE,
+    slower_than=("sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",),
 )
 SAGEATTN_FP8_SM90_FUSED = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",
@@ -225,6 +226,7 @@ SAGEATTN_FP8 = Backend(
     tolerance=INT8_FP8,
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda", "sm89", _fp8_arguments),
     package=PACKAGE,
+    slower_than=("sageattn_qk_int8_pv_fp8_cuda (fused quantization)",),
 )
 SAGEATTN_FP8_FUSED = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda (fused quantization)",
@@ -252,6 +254,7 @@ SAGEATTN_FP16_TRITON = Backend(
     tolerance=INT8_FP16,
     load=_load_2("sageattn_qk_int8_pv_fp16_triton", "", _triton_arguments),
     package=PACKAGE,
+    slower_than=(SAGEATTN_FP8_SM90.name, SAGEATTN_FP8_SM90_FUSED.name, SAGEATTN_FP8.name, SAGEATTN_FP8_FUSED.name),
 )
 SAGEATTN_1 = Backend(
     name="sageattn 1.x (triton)",

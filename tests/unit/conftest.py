@@ -228,6 +228,7 @@ def fake_backend(
     package: str = "",
     exact: bool = False,
     auto: bool = True,
+    slower_than: Sequence[str] = (),
     tolerance: Tolerance = TOLERANCE,
     **support: Any,
 ) -> Backend:
@@ -242,6 +243,7 @@ def fake_backend(
         package=package,
         exact=exact,
         auto=auto,
+        slower_than=tuple(slower_than),
     )
 
 

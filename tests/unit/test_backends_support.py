@@ -204,14 +204,14 @@ def first_choice(spec: AttentionSpec) -> str | None:
 @pytest.mark.parametrize(
     ("spec", "expected"),
     [
-        (make_spec("sm90", qo_len=32760, kv_len=32760), SM90),
-        (make_spec("sm90", qo_len=4608), "sdpa: cudnn"),
+        (make_spec("sm90", qo_len=32760, kv_len=32760), SM90_FUSED),
+        (make_spec("sm90", qo_len=4608), SM90_FUSED),
         (make_spec("sm90", qo_len=512, kv_len=512), None),
         (make_spec("sm90", 64, qo_len=16384), None),
         (make_spec("sm80", qo_len=16896), FP16),
         (make_spec("sm86"), TRITON),
-        (make_spec("sm89"), FP8),
-        (make_spec("sm120"), FP8),
+        (make_spec("sm89"), FP8_FUSED),
+        (make_spec("sm120"), FP8_FUSED),
         (make_spec("gfx1201", qo_len=32760, kv_len=32760), HUB_AMD),
         (make_spec("sm87"), None),
         (make_spec("gfx1200"), None),
@@ -221,6 +221,14 @@ def first_choice(spec: AttentionSpec) -> str | None:
 )
 def test_starting_order(spec, expected):
     assert first_choice(spec) == expected
+
+
+def test_what_a_kernel_is_slower_than_is_there_for_every_arch_of_which_it_is_said():
+    assert [name for name, backend in BY_NAME.items() if backend.slower_than] == [SM90, FP8, TRITON]
+    for backend in BACKENDS:
+        for name in backend.slower_than:
+            assert BY_NAME[name].auto
+            assert set(BY_NAME[name].support.archs) & set(backend.support.archs)
 
 
 def test_the_starting_order_holds_only_kernels_that_may_be_chosen_automatically():

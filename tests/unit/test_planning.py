@@ -107,6 +107,30 @@ def test_a_kernel_that_auto_may_not_take_is_not_timed():
     assert kernel.calls == []
 
 
+@pytest.mark.parametrize(
+    ("fields", "spoil", "expected"),
+    [
+        ({}, None, "better"),
+        ({"archs": ("sm90",)}, None, "slower"),  # not for this device
+        ({"load": lambda *_: (Refusal(RefusalCode.NOT_INSTALLED, "not there"),)}, None, "slower"),
+        ({}, off_by(0.5), "slower"),  # wrong on the small example
+    ],
+)
+def test_a_kernel_is_tried_only_where_the_one_that_does_its_work_faster_may_not_serve(fields, spoil, expected):
+    machine = Machine()
+    slower = machine.add("slower", 2.0, slower_than=("better",))
+    machine.add("better", 3.0, spoil=spoil, **fields)  # as slow here as it never is, to see that it does not matter
+    assert winner(machine) == expected
+    assert bool(slower.calls) is (expected == "slower")
+
+
+def test_a_kernel_that_another_is_faster_than_serves_when_it_is_chosen_by_name():
+    machine = Machine()
+    machine.add("slower", 2.0, slower_than=("better",))
+    machine.add("better", 3.0)
+    assert winner(machine, kernel="slower") == "slower"
+
+
 def test_why_an_expected_kernel_is_absent_is_said():
     machine = Machine()
     machine.add("fast", 2.0)
