@@ -52,6 +52,15 @@ def on_default_stream(function: Callable[..., Any]) -> Callable[..., Any]:
     return ordered
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is captured on the device's current stream: what is launched there runs later, so that
+    nothing can be read or timed, and waiting for it breaks the capture."""
+    if device.type != "cuda":
+        return False
+    with on_device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
 def waiter(tensor: torch.Tensor) -> Callable[[], object] | None:
     """The function that waits for all work on the tensor's device; None for a CPU, where a call is its own work."""
     device = tensor.device

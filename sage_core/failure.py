@@ -45,6 +45,9 @@ def explain(error: Exception, kernel: str) -> Refusal:
     # Triton and HIP wrap running out of memory in errors of their own
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in text.lower():
         return Refusal(RefusalCode.OUT_OF_MEMORY, described)
+    # what a kernel may not do then it may do at any other time, and after one such call every later one fails
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        return Refusal(RefusalCode.STREAM_CAPTURE, f"{described} (while a CUDA graph was captured)")
     if _is_about_a_file(error):
         return Refusal(RefusalCode.FILE_ERROR, described)
     return Refusal(RefusalCode.KERNEL_ERROR, described)

@@ -11,6 +11,7 @@ from typing import Any
 from .call import AttentionCall
 from .candidates import CandidateFinder, Candidates, Switches
 from .checking import SMOOTHING_GAIN, SiteAccuracy, site_norms
+from .device import is_capturing
 from .failure import explain
 from .policy import NATIVE_ONLY, Policy
 from .refusal import Refusal, RefusalCode
@@ -25,6 +26,10 @@ MAX_LOGGED = 1_000
 """Lines about new plans that one model may write."""
 FAILURES = (RefusalCode.KERNEL_ERROR, RefusalCode.FILE_ERROR, RefusalCode.OUT_OF_MEMORY)
 """What a kernel that was called can raise."""
+CAPTURED = Refusal(
+    RefusalCode.STREAM_CAPTURE,
+    "a CUDA graph is being captured and the call had no plan before: kernels cannot be timed or checked now",
+)
 
 
 class Planner:
@@ -60,6 +65,8 @@ class Planner:
             refusals = (Refusal(RefusalCode.OBSERVE_ONLY, f"kernel is '{NATIVE_ONLY}'"),)
         if spec is None or refusals:
             return Plan(NATIVE, spec, block, (Verdict(ANY_KERNEL, refusals),))
+        if is_capturing(device):
+            return Plan(NATIVE, spec, block, (Verdict(ANY_KERNEL, (CAPTURED,)),), once=CAPTURED)
         found = self.finder.find(call, spec, native, native_name, host_bound)
         out = {verdict.kernel for verdict in banned}
         use, looked_at = select(

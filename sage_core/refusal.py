@@ -23,6 +23,7 @@ class RefusalCode(str, Enum):
     GRADIENT = "gradient"
     AUTOCAST = "autocast"
     TENSOR_TYPE = "tensor_type"
+    STREAM_CAPTURE = "stream_capture"
     # The call against what a kernel takes.
     ARCH = "arch"
     DTYPE = "dtype"
@@ -66,6 +67,7 @@ ADVICE: dict[RefusalCode, str] = {
     RefusalCode.GRADIENT: "Nothing to do: training needs gradients and the kernels are inference only.",
     RefusalCode.AUTOCAST: "Turn autocast off around the model, or leave these calls to native attention.",
     RefusalCode.TENSOR_TYPE: "Nothing to do: only plain dense tensors can be handed to a kernel.",
+    RefusalCode.STREAM_CAPTURE: "Run the model once before a CUDA graph of it is captured, or leave the graph native.",
     RefusalCode.ARCH: "Choose a kernel by name that is made for this device, or leave these calls to native attention.",
     RefusalCode.DTYPE: "Run the model in bf16 or fp16 (for example with the ModelComputeDtype node).",
     RefusalCode.HEAD_DIM: BEYOND_A_LIMIT,

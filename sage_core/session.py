@@ -130,11 +130,11 @@ class Session:
     def after_failure(self, name: str, device: torch.device, refusal: Refusal) -> Refusal:
         """Draw the consequence of a kernel's failure, and give the refusal back.
 
-        Running out of memory says nothing about the kernel, and a file error little: only FILE_ERRORS_IN_A_ROW of them
-        retire it. Any other error does at once.
+        Running out of memory says nothing about the kernel, nor does an error while a CUDA graph is captured, and a
+        file error little: only FILE_ERRORS_IN_A_ROW of them retire it. Any other error does at once.
         """
         key = (name, str(device))
-        if refusal.code is RefusalCode.OUT_OF_MEMORY:
+        if refusal.code in (RefusalCode.OUT_OF_MEMORY, RefusalCode.STREAM_CAPTURE):
             return refusal
         if refusal.code is RefusalCode.FILE_ERROR:
             with self._lock:

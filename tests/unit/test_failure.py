@@ -82,3 +82,18 @@ def test_a_lost_device_is_seen_at_the_end_of_a_long_error_too():
 
 def test_running_out_of_memory_is_seen_at_the_end_of_a_long_error_too():
     assert explain(RuntimeError("frame " * 100 + "out of memory"), "k").code is RefusalCode.OUT_OF_MEMORY
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """As if a CUDA graph were captured."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+@pytest.mark.usefixtures("capturing")
+def test_an_error_while_a_cuda_graph_is_captured_is_not_the_kernels():
+    refusal = explain(RuntimeError("operation not permitted when stream is capturing"), "k")
+    assert refusal.code is RefusalCode.STREAM_CAPTURE
+    assert refusal.detail.startswith("k raised RuntimeError: operation not permitted")
+    assert explain(torch.OutOfMemoryError("CUDA out of memory"), "k").code is RefusalCode.OUT_OF_MEMORY

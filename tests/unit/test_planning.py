@@ -481,3 +481,58 @@ def test_a_quantized_kernel_is_checked_after_it_was_measured_and_loses_its_site_
     comfy.sample()
     assert served(comfy.run()) == {"fine": 3}
     assert refused(comfy.run()) == {("rough", "accuracy")}
+
+
+# -- while a CUDA graph is captured
+
+
+def test_a_call_that_is_captured_before_it_has_a_plan_is_native_and_is_planned_when_it_comes_again(monkeypatch):
+    machine = Machine()
+    kernel = machine.add("exact", 5.0, exact=True)
+    comfy = machine.comfy()
+    monkeypatch.setattr("sage_core.planning.is_capturing", lambda device: True)
+    comfy.sample()
+    assert served(comfy.run()) == {NATIVE: 3}
+    assert refused(comfy.run()) == {("any kernel", "stream_capture")}
+    assert kernel.calls == []
+    assert machine.stopwatches[0].runs == 0
+    monkeypatch.setattr("sage_core.planning.is_capturing", lambda device: False)
+    comfy.sample()
+    assert served(comfy.run()) == {"exact": 3}
+
+
+def test_a_call_that_has_its_plan_is_captured_with_its_kernel(monkeypatch):
+    machine = Machine()
+    machine.add("exact", 5.0, exact=True)
+    comfy = machine.comfy()
+    comfy.sample()
+    monkeypatch.setattr("sage_core.planning.is_capturing", lambda device: True)
+    comfy.sample()
+    assert served(comfy.run()) == {"exact": 3}
+
+
+def test_a_kernel_that_cannot_be_captured_serves_again_afterwards(monkeypatch):
+    capturing = False
+
+    def spoil(*call):
+        if capturing:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return attention(*call)
+
+    machine = Machine()
+    machine.add("exact", 5.0, exact=True, spoil=spoil)
+    comfy = machine.comfy()
+    comfy.sample()
+    timed = machine.stopwatches[0].runs
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: capturing)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    monkeypatch.setattr("sage_core.planning.is_capturing", lambda device: capturing)
+    capturing = True
+    comfy.sample()
+    assert served(comfy.run()) == {NATIVE: 3}
+    assert refused(comfy.run()) == {("exact", "stream_capture"), ("any kernel", "stream_capture")}
+    assert comfy.dispatcher.session.snapshot()["retired"] == []
+    capturing = False
+    comfy.sample()
+    assert served(comfy.run()) == {"exact": 3}
+    assert machine.stopwatches[0].runs == timed
