@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,8 @@ OBSERVE = "native (observe only)"
 CORE_SAGE = "core sage"
 CORE_KITCHEN = "core comfy-kitchen int8"
 PLAIN_SAGE = "plain sageattn"
+IN_GRAPH = f"{PLAIN_SAGE}, in the graph"
+OUTSIDE_GRAPH = f"{PLAIN_SAGE}, outside the graph"
 OVERRIDE = "optimized_attention_override"
 
 
@@ -28,13 +30,17 @@ Entry = Callable[[Any], Any]
 """MODEL in, a patched clone out; raises Missing."""
 
 
-def entries(device: torch.device) -> dict[str, Entry]:
-    """Name to entry, in the order of a round: the two native ones around all others."""
+def entries(device: torch.device, *, compiled: bool = False) -> dict[str, Entry]:
+    """Name to entry, in the order of a round: the two native ones around all others.
+
+    For models that are ``compiled``, sageattn() is there twice: traced with the model, and called between its graphs.
+    """
+    plain_sage = {IN_GRAPH: plain_sageattn, OUTSIDE_GRAPH: partial(plain_sageattn, wrap=torch.compiler.disable)}
     return {
         NATIVE: plain,
         CORE_SAGE: partial(core_function, "sage", "sageattention"),
         CORE_KITCHEN: partial(core_function, "comfy_kitchen_int8", "a comfy-kitchen with INT8 attention for this GPU"),
-        PLAIN_SAGE: plain_sageattn,
+        **(plain_sage if compiled else {PLAIN_SAGE: plain_sageattn}),
         OBSERVE: partial(the_pack, kernel=OBSERVE),
         AUTO: partial(the_pack, kernel=AUTO, compare_with_native="first time"),
         **{name: partial(the_pack, kernel=name) for name in kernels_by_name(device)},
@@ -89,7 +95,12 @@ def core_function(name: str, needs: str, model: Any) -> Any:
     return _with_override(model, lambda _, *args, **kwargs: function(*args, **kwargs))
 
 
-def plain_sageattn(model: Any) -> Any:
+def chosen(name: str, names: Sequence[str] | None) -> bool:
+    """Whether to measure an entry: native and auto always, others by name; what is before a comma names all of them."""
+    return name in (NATIVE, AGAIN, AUTO) or names is None or name.partition(",")[0] in names
+
+
+def plain_sageattn(model: Any, wrap: Callable[..., Any] = lambda function: function) -> Any:
     """sageattn() for every call, as the patch nodes of other packs do: it neither measures nor checks.
 
     Masked calls stay native: SageAttention 2 has no kernel on every GPU that honours a mask.
@@ -98,7 +109,7 @@ def plain_sageattn(model: Any) -> Any:
         from sageattention import sageattn
     except Exception as error:  # a broken build raises whatever it likes
         raise Missing(f"sageattention cannot be imported: {error}") from error
-    return _with_override(model, partial(_sage_override, sageattn))
+    return _with_override(model, partial(_sage_override, wrap(sageattn)))
 
 
 def _sage_override(

@@ -1,15 +1,10 @@
-"""The models that are measured: real architectures and sizes, random weights, through ComfyUI's own sampler."""
+"""The models that are measured: real architectures and sizes."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
-
-import torch
-
-TINY_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -39,6 +34,19 @@ class Line:
     """How many times as fast as native `auto` should be on an H200."""
     known: str = ""
     """The dataclass that takes ``unet``; entries that it does not have are newer than this ComfyUI."""
+    compiled: Mapping[str, Any] = field(default_factory=dict)
+    """Entries of ``unet`` that differ where models are compiled: torch.compile works on every layer by itself."""
+    compiled_note: str = ""
+
+    def for_compiling(self) -> Line:
+        """The line with fewer layers; its target is for the model that is not compiled."""
+        return replace(
+            self,
+            title=f"{self.title}, compiled",
+            unet={**self.unet, **self.compiled},
+            note=self.compiled_note or self.note,
+            target=None,
+        )
 
 
 FLUX: dict[str, Any] = (
@@ -48,6 +56,7 @@ FLUX: dict[str, Any] = (
     | {"txt_ids_dims": []}
 )
 TINY_FLUX = {"hidden_size": 256, "num_heads": 2, "depth": 1, "depth_single_blocks": 1, "context_in_dim": 128}
+FEW_FLUX = {"depth": 3, "depth_single_blocks": 6}
 SDXL: dict[str, Any] = (
     {"in_channels": 4, "out_channels": 4, "model_channels": 320, "context_dim": 2048, "adm_in_channels": 2816}
     | {"channel_mult": [1, 2, 4], "num_res_blocks": [2, 2, 2], "num_head_channels": 64, "num_classes": "sequential"}
@@ -105,6 +114,8 @@ LINES: dict[str, Line] = {
         weight=1.5,
         target=1.12,
         known=FLUX_FIELDS,
+        compiled=FEW_FLUX,
+        compiled_note="3 of its 19 double and 6 of its 38 single blocks, which are alike",
     ),
     "flux-2048": Line(
         title="FLUX 2048 x 2048",
@@ -118,6 +129,8 @@ LINES: dict[str, Line] = {
         weight=3.0,
         target=1.40,
         known=FLUX_FIELDS,
+        compiled=FEW_FLUX,
+        compiled_note="3 of its 19 double and 6 of its 38 single blocks, which are alike",
     ),
     "sdxl-1024": Line(
         title="SDXL 1024 x 1024, CFG",
@@ -131,6 +144,9 @@ LINES: dict[str, Line] = {
         pooled=1280,
         cfg=5.0,
         steps=12,
+        compiled={"transformer_depth": [0, 0, 1, 1, 5, 5], "transformer_depth_middle": 5}
+        | {"transformer_depth_output": [0, 0, 0, 1, 1, 1, 5, 5, 5]},
+        compiled_note="half of its transformer blocks, which are alike",
     ),
     "wan-480p": Line(
         title="Wan 14B 480p, 81 frames",
@@ -144,6 +160,8 @@ LINES: dict[str, Line] = {
         weight=2.0,
         note="6 of its 40 layers, which are alike",
         target=1.56,
+        compiled={"num_layers": 4},
+        compiled_note="4 of its 40 layers, which are alike",
     ),
     "wan-720p": Line(
         title="Wan 14B 720p, 81 frames",
@@ -166,6 +184,8 @@ LINES: dict[str, Line] = {
         tiny_latent=(1, 16, 1, 16, 16),
         text=(256, 3584),
         tiny_text=(8, 64),
+        compiled={"num_layers": 6},
+        compiled_note="6 of its 60 layers, which are alike",
     ),
     "omnigen2-1024": Line(
         title="OmniGen2 1024 x 1024, CFG, 21 query heads on 7 key heads",
@@ -178,6 +198,8 @@ LINES: dict[str, Line] = {
         tiny_text=(8, 64),
         masked=0,
         cfg=5.0,
+        compiled={"num_layers": 6},
+        compiled_note="6 of its 32 layers, which are alike",
     ),
     "ltx-704": Line(
         title="LTX 13B 1216 x 704, 97 frames, masked text",
@@ -189,107 +211,9 @@ LINES: dict[str, Line] = {
         text=(128, 4096),
         tiny_text=(8, 64),
         masked=3,
+        compiled={"num_layers": 6},
+        compiled_note="6 of its 48 layers, which are alike",
     ),
 }
 MAIN = ("flux-1024", "flux-2048", "sdxl-1024", "wan-480p")
 """The lines of a run that asks for none."""
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """A built model with the settings of its line. ``model`` is the plain MODEL, as loader nodes give it."""
-
-    line: Line
-    model: Any
-    latent: tuple[int, ...]
-    text: tuple[int, int]
-    steps: int
-
-    @classmethod
-    def build(
-        cls, line: Line, device: torch.device, *, tiny: bool, steps: int | None, offload: torch.device | None = None
-    ) -> Sampling:
-        """Weights are drawn on the device, in the dtypes that ComfyUI gives them: some stay in fp32.
-
-        ``offload`` is where ComfyUI finds them and puts them when it unloads the model. Without it they stay: nothing
-        is moved to the host for a model that is thrown away then.
-        """
-        import comfy.model_patcher
-        from comfy import supported_models
-
-        unet = {**line.unet, **(line.tiny if tiny else {})}
-        if line.known:
-            module, _, name = line.known.partition(":")
-            known = {"image_model", *getattr(importlib.import_module(module), name).__dataclass_fields__}
-            unet = {key: value for key, value in unet.items() if key in known}
-        config = getattr(supported_models, line.config)(unet)
-        config.set_inference_dtype(torch.float32 if tiny else torch.bfloat16, None)
-        model = config.get_model({}, device=device)
-        _fill(model.diffusion_model)
-        offload = model.device = offload or device
-        return cls(
-            line,
-            comfy.model_patcher.ModelPatcher(model.to(offload), load_device=device, offload_device=offload),
-            line.tiny_latent if tiny else line.latent,
-            line.tiny_text if tiny else line.text,
-            steps or (TINY_STEPS if tiny else line.steps),
-        )
-
-    def sample(self, model: Any, steps: int | None = None) -> torch.Tensor:
-        """The latent of one sampler run with ``model``, the plain one or a patched clone; the same noise each time."""
-        import comfy.sample
-
-        latent = torch.zeros(self.latent)
-        noise = torch.randn(self.latent, generator=torch.Generator().manual_seed(0))
-        with torch.inference_mode():
-            return comfy.sample.sample(
-                model,
-                noise,
-                steps or self.steps,
-                self.line.cfg,
-                "euler",
-                "simple",
-                self._conditioning(1),
-                self._conditioning(2),
-                latent,
-                denoise=1.0,
-                disable_pbar=True,
-                seed=1,
-            )
-
-    def model_output(self, model: Any) -> torch.Tensor:
-        """What the diffusion model itself gives in a run of one step: every entry's input is equal there.
-
-        The last of its calls: where one was made again, that is the one that was handed on.
-        """
-        outputs: list[torch.Tensor] = []
-
-        def keep(module: Any, inputs: Any, output: torch.Tensor) -> None:
-            outputs[:] = [output.detach().clone()]
-
-        handle = self.model.model.diffusion_model.register_forward_hook(keep)
-        try:
-            self.sample(model, steps=1)
-        finally:
-            handle.remove()
-        return outputs[0]
-
-    def _conditioning(self, seed: int) -> list[Any]:
-        """What a text encoder would give."""
-        tokens, width = self.text
-        generator = torch.Generator().manual_seed(seed)
-        extra: dict[str, torch.Tensor] = {"pooled_output": torch.randn(1, self.line.pooled, generator=generator)}
-        if self.line.masked is not None:
-            extra["attention_mask"] = (torch.arange(tokens) < tokens - self.line.masked).long()[None]
-        return [[torch.randn(1, tokens, width, generator=generator), extra]]
-
-
-@torch.no_grad()
-def _fill(model: torch.nn.Module) -> None:
-    """Weights that keep activations near 1, in place: a dtype that ComfyUI chose for a layer stays."""
-    torch.manual_seed(0)
-    for name, weight in model.named_parameters():
-        if weight.dim() > 1:
-            weight.normal_(0.0, weight[0].numel() ** -0.5)
-        else:
-            weight.fill_(float(name.endswith(("weight", "scale"))))

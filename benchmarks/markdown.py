@@ -26,6 +26,8 @@ def table(line: dict[str, Any]) -> str:
             f"  {name:<36}{median(entry['seconds']):>10.3f}{'x' + format(ratio['median'], '.3f'):>9}{spread:>17}"
             f"{entry['peak_bytes'] / GIB:>10.2f}{_error(entry):>9}  {_served(entry)}"
         )
+        if "compiled" in entry:
+            rows.append(f"  {'':<36}{_compiled(entry)}")
         if entry["warnings"]:
             rows.append(f"  {'':<36}{entry['warnings']}")
     rows.append(_repeatable(line["repeatable"]))
@@ -49,7 +51,9 @@ def markdown(report: dict[str, Any]) -> str:
     rows = [
         "Paste from here:",
         "",
-        f"**{devices}**; {', '.join(versions)}" + ("; tiny models: no measurement" if report["tiny"] else ""),
+        f"**{devices}**; {', '.join(versions)}"
+        + (f"; compiled with {report['compile_with']}" if report["compile_with"] else "")
+        + ("; tiny models: no measurement" if report["tiny"] else ""),
         "",
     ]
     if done:
@@ -62,6 +66,7 @@ def markdown(report: dict[str, Any]) -> str:
         rows.append(f"- {line['title']}: {line['steps']} steps, {line['rounds']} rounds{note}")
         rows.append(f"  - {_repeatable(line['repeatable'])}")
         rows += [f"  - {text}" for text in _judged(line)]
+        rows += [f"  - {name}: {_compiled(entry)}" for name, entry in line["entries"].items() if "compiled" in entry]
         rows += [
             f"  - {name}: {entry['status']}: {entry['error']}"
             for name, entry in line["entries"].items()
@@ -103,8 +108,15 @@ def _served(entry: dict[str, Any]) -> str:
     return ", ".join(f"{kernel} {calls}" for kernel, calls in entry["calls_by_kernel"].items())
 
 
+def _compiled(entry: dict[str, Any]) -> str:
+    found = entry["compiled"]
+    counts = f"graph breaks {found['graph_breaks']}, recompiles {found['recompiles']}"
+    return f"compiled in {found['compile_s']:.1f} s, {counts}"
+
+
 def _judged(line: dict[str, Any]) -> list[str]:
-    return [verdict["text"] for verdict in line.get("verdicts", []) if line["judged"]]
+    timed = line.get("verdicts", []) if line["judged"] else []
+    return [verdict["text"] for verdict in [*line.get("graph_verdicts", []), *timed]]
 
 
 def _repeatable(found: dict[str, Any]) -> str:

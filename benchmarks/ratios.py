@@ -56,6 +56,30 @@ class Verdict(NamedTuple):
         return {**self._asdict(), "held": self.held}
 
 
+class AtMost(NamedTuple):
+    """A count of ``auto`` and native's, which it may not exceed; no machine is too slow for it."""
+
+    name: str
+    value: int
+    bar: int
+
+    @property
+    def held(self) -> bool:
+        return self.value <= self.bar
+
+    def text(self) -> str:
+        return f"{self.name}: {self.value}, bar: native's {self.bar}: {'met' if self.held else 'MISSED'}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self._asdict(), "held": self.held}
+
+
+def graph_verdicts(auto: Mapping[str, int], native: Mapping[str, int]) -> list[AtMost]:
+    """What the pack must not add to compiled models; both are what compiling.Compiler found of an entry."""
+    named = {"graph_breaks": "graph breaks of auto", "recompiles": "recompiles of auto after the first run"}
+    return [AtMost(name, auto[count], native[count]) for count, name in named.items()]
+
+
 def verdicts(ratios: Mapping[str, float], noise: float, target: float | None = None) -> list[Verdict]:
     """What `auto` must hold on one line; ``ratios`` are the medians to native of every other entry and of `auto`."""
     auto = ratios["auto"]

@@ -3,6 +3,10 @@
 A graph outlives what it was traced with. ComfyUI drops the guards on transformer_options, so neither a changed node nor
 a removed one makes it trace again, and two models may share it. So nothing of a dispatcher is in a graph: the operator
 asks, each time it runs, who answers for the model call that it runs in. Where nobody does, it is native attention.
+
+A CUDA graph that is replayed runs no Python: in one, nothing would be planned, counted or replaced when it fails. So the
+operator is tagged as unsafe there. With ``mode="reduce-overhead"`` inductor makes CUDA graphs of what is between the
+operators; where it does not cut graphs, and with the backend "cudagraphs", it makes none of a model that has them.
 """
 
 from __future__ import annotations
@@ -212,7 +216,7 @@ def _register() -> tuple[torch.library.Library | None, Any]:
     A second copy of the pack in one process, under another name, has calls of its own and so an operator of its own.
     """
     unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)
-    if unsafe is None:  # a replayed CUDA graph runs no Python: it would count nothing and never change its kernel
+    if unsafe is None:
         return None, None
     name = next(
         name

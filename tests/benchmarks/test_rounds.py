@@ -11,7 +11,8 @@ import torch
 
 from benchmarks.lines import LINES
 from benchmarks.machine import Log, Machine
-from benchmarks.whole_models import LineRun, broken, parse
+from benchmarks.line_run import LineRun
+from benchmarks.whole_models import broken, parse
 
 LATENT = torch.zeros(1)
 

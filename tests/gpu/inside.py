@@ -17,7 +17,8 @@ import torch
 
 from benchmarks import comfyui
 from benchmarks.entries import AUTO, OVERRIDE, Missing, the_pack
-from benchmarks.lines import LINES, TINY_SDXL, TINY_WAN, Line, Sampling
+from benchmarks.lines import LINES, TINY_SDXL, TINY_WAN, Line
+from benchmarks.sampling import Sampling
 from tests.gpu.processes import Missing as NotHere
 
 CPU = torch.device("cpu")

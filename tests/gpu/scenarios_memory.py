@@ -13,8 +13,9 @@ import comfy.model_patcher
 import torch
 
 from benchmarks.entries import AUTO, NATIVE, served, the_pack
-from benchmarks.lines import LINES, WAN, Sampling
+from benchmarks.lines import LINES, WAN
 from benchmarks.machine import Machine
+from benchmarks.sampling import Sampling
 from tests.gpu.inside import (
     CPU,
     WAN_SMALL,

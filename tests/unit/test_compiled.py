@@ -16,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+from torch._inductor.utils import get_first_incompatible_cudagraph_node
 
 from sage_core import compiled
 from sage_core.backends.base import Tolerance
@@ -139,7 +142,10 @@ def test_all_steps_run_one_graph_with_the_bits_and_counts_of_the_uncompiled_mode
     assert (graph_breaks(), graphs()) == (0, 1)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs g++")
+
+
+@needs_compiler
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_inductor_keeps_each_call_and_what_it_gives(dynamic):
     model = Compiled(make_dispatcher(fake_backend()))
@@ -219,7 +225,6 @@ def test_the_operator_is_what_it_is_declared_to_be(call):
     (node,) = seen
     operands = (*args[:3], keywords.get("mask"), *node.args[4:])
     torch.library.opcheck(compiled.OPERATOR, operands)
-    assert torch.Tag.cudagraph_unsafe in compiled.OPERATOR.tags
     assert not compiled.OPERATOR._schema.is_mutable
 
 
@@ -502,7 +507,99 @@ def test_what_was_compared_without_compiling_is_not_taken_for_compiled_models():
     assert remembered == [[False], [False], [True], [True]]
 
 
+# -- CUDA graphs
+
+
+@needs_compiler
+def test_inductor_cuts_what_becomes_cuda_graphs_at_each_operator(monkeypatch):
+    """As for a GPU: on a CPU inductor would cut everywhere. What is between the operators may become CUDA graphs."""
+    reasons = {}
+    should_partition = Scheduler.should_partition
+
+    def asked(scheduler: Scheduler, node: Any) -> Any:
+        reason = reasons[node.get_name()] = should_partition(scheduler, node)
+        if getattr(node.node, "op_overload", None) is compiled.OPERATOR:
+            operators.add(node.get_name())
+        return reason
+
+    operators: set[str] = set()
+    monkeypatch.setattr(Scheduler, "should_partition", asked)
+    monkeypatch.setattr(BaseSchedulerNode, "is_gpu", lambda node: True)
+    model = Compiled(make_dispatcher(fake_backend()))
+    options = {"triton.cudagraphs": True, "graph_partition": True}
+    model.forward = torch.compile(model.network.forward, backend="inductor", options=options)
+    with torch.inference_mode():
+        outputs = model.comfy.sample(SIGMAS)
+        expected, _ = model.uncompiled(make_dispatcher(fake_backend()))
+    torch.testing.assert_close(outputs[-1], expected, rtol=1e-5, atol=1e-5)
+    assert served(model.comfy.run()) == {KERNEL: BLOCKS * 4}
+    assert len(operators) == BLOCKS
+    assert all(reasons[name] is not None for name in operators)
+    assert None in reasons.values()
+
+
+def test_no_cuda_graph_is_made_of_a_whole_model_that_has_an_operator():
+    """What the backend "cudagraphs" looks for, and inductor where it does not cut graphs."""
+    found = []
+
+    def compiler(graph: Any, inputs: Any) -> Any:
+        found.append(get_first_incompatible_cudagraph_node(graph).target)
+        return graph
+
+    model = Compiled(make_dispatcher(fake_backend()), backend=aot_autograd(fw_compiler=compiler))
+    with torch.no_grad():
+        model.comfy.sample()
+    assert found == [compiled.OPERATOR]
+    assert torch.Tag.cudagraph_unsafe in compiled.OPERATOR.tags
+
+
 # -- a graph outlives what it was traced with
+
+
+class OfAnySize(Network):
+    """Attention of x with itself, so that an image may have any number of tokens."""
+
+    def block(self, x: Tensor, transformer_options: dict[str, Any]) -> Tensor:
+        return x + self.attention(x * 3, x, x, self.args[3], transformer_options=transformer_options) / 2
+
+
+@pytest.mark.parametrize("filtered", [True, False], ids=["guards dropped", "guards kept"])
+def test_images_of_other_sizes_are_compiled_as_often_as_without_the_pack(filtered):
+    """Once for the first size and once for all others: torch itself takes what changes as any size."""
+    model = Compiled(make_dispatcher(fake_backend()), network=OfAnySize(), filtered=filtered)
+    without = OfAnySize()
+    without.attention = lambda *args, transformer_options: attention_of_host(*args)
+    alone = model.compile(without.forward)
+    found: dict[str, list[int]] = {"pack": [], "alone": []}
+    for tokens in (24, 40, 56, 24):
+        x = normal(1, tokens, 32)
+        model.network.args = (x, *ARGUMENTS[1:])
+        before = graphs()
+        outputs = model.comfy.sample(SIGMAS)
+        after = graphs()
+        alone(x, transformer_options={})
+        found["pack"].append(after - before)
+        found["alone"].append(graphs() - after)
+        expected, _ = model.uncompiled(make_dispatcher(fake_backend()))
+        assert torch.equal(outputs[-1], expected)
+    assert found["pack"] == found["alone"] == [1, 1, 0, 0]
+    assert graph_breaks() == 0
+
+
+@pytest.mark.parametrize("filtered", [True, False], ids=["guards dropped", "guards kept"])
+def test_another_node_or_other_settings_over_the_same_compiled_model_make_nothing_be_traced_again(filtered):
+    first = make_dispatcher(fake_backend())
+    model = Compiled(first, filtered=filtered)
+    native_by_function(model.comfy).sample(SIGMAS)
+    for dispatcher, expected in (
+        (make_dispatcher(fake_backend()), {KERNEL: 4 * BLOCKS}),
+        (make_dispatcher(kernel=NATIVE_ONLY), {"native": 4 * BLOCKS}),
+        (make_dispatcher(fake_backend(), skip_blocks=frozenset({1})), {KERNEL: 4 * (BLOCKS - 1), "native": 4}),
+    ):
+        comfy = native_by_function(model.patched(dispatcher))
+        comfy.sample(SIGMAS)
+        assert served(comfy.run()) == expected
+    assert (graph_breaks(), graphs()) == (0, 1)
 
 
 def halving(q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: Any) -> Tensor:
