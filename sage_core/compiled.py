@@ -4,9 +4,9 @@ A graph outlives what it was traced with. ComfyUI drops the guards on transforme
 a removed one makes it trace again, and two models may share it. So nothing of a dispatcher is in a graph: the operator
 asks, each time it runs, who answers for the model call that it runs in. Where nobody does, it is native attention.
 
-A CUDA graph that is replayed runs no Python: in one, nothing would be planned, counted or replaced when it fails. So the
-operator is tagged as unsafe there. With ``mode="reduce-overhead"`` inductor makes CUDA graphs of what is between the
-operators; where it does not cut graphs, and with the backend "cudagraphs", it makes none of a model that has them.
+A CUDA graph that is replayed runs no Python: in one, nothing would be planned, counted or replaced when it fails. So
+the operator is tagged as unsafe there. With ``mode="reduce-overhead"`` inductor makes CUDA graphs of what is between
+the operators; where torch does not cut graphs, as its backend "cudagraphs", it makes none of a model that has them.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,14 @@ class TracedCall(NamedTuple):
     skip_reshape: bool
     skip_output_reshape: bool
     extra: tuple[tuple[str, Any], ...]
-    """The further keywords in their order; the transformer_options as (block, block_type), None without either."""
+    """The further keywords in their order; the transformer_options as a Block, None without any, scale as None."""
+
+
+class Block(NamedTuple):
+    """What models say in transformer_options about where a call is, without the numbers."""
+
+    name: str | None
+    type: str | None
 
 
 _calls: list[TracedCall] = []
@@ -63,7 +71,7 @@ class GraphCalls:
         self.attend = attend
         self.options = options
         self.used = False
-        self._runs: dict[tuple[int, int | None], int] = {}
+        self._runs: dict[tuple[int | None, ...], int] = {}
 
     def __enter__(self) -> GraphCalls:
         self._around = getattr(_threads, "current", None)
@@ -73,18 +81,19 @@ class GraphCalls:
     def __exit__(self, *_: object) -> None:
         _threads.current = self._around
 
-    def options_of(self, place: int, block: tuple[Any, Any] | None, index: int | None) -> dict[str, Any]:
+    def options_of(self, place: int, block: Block | None, index: int | None, number: int | None) -> dict[str, Any]:
         """The transformer_options of a call, with the block that the graph was traced in.
 
-        Where blocks are compiled one by one, one graph serves them all and knows the number of the first: its later
+        Where blocks are compiled one by one, one graph serves them all and knows the numbers of the first: its later
         runs are told apart as "0+1", "0+2".
         """
-        runs = self._runs.get((place, index), 0)
-        self._runs[place, index] = runs + 1
+        runs = self._runs.get((place, index, number), 0)
+        self._runs[place, index, number] = runs + 1
         if block is None:
             return self.options
-        number = index if runs == 0 else f"{'' if index is None else index}+{runs}"
-        return {**self.options, "block": block[0], "block_type": block[1], "block_index": number}
+        named = block.name if number is None else (block.name, number)
+        numbered = index if runs == 0 else f"{'' if index is None else index}+{runs}"
+        return {**self.options, "block": named, "block_type": block.type, "block_index": numbered}
 
 
 def call_in_graph(
@@ -101,14 +110,13 @@ def call_in_graph(
 ) -> Tensor | None:
     """While torch.compile traces: the call as one operator; None where the graph has to be left for it.
 
-    Everything but tensors, ``heads`` and the number of the block has to be constant in the graph; where the tracer
-    finds that it is not, it leaves the graph by itself, as it does for arguments that ComfyUI's functions do not have.
+    Everything but tensors, ``heads``, scale and the numbers of the block has to be constant in the graph. Other numbers
+    are not taken, as the tracer may hold any number for one that changes from size to size.
     """
     if OPERATOR is None:
         return None
-    for name in extra:
-        if name not in KNOWN_ARGUMENTS:  # what it means may change from call to call
-            return None
+    if not isinstance(func, FunctionType):  # older tracers cannot take an object or a method as a constant
+        return None
     if not _is_plain(query, key, value, mask):
         return None
     if torch.is_autocast_enabled(query.device.type):  # compiled code runs with autocast off, so nobody would know
@@ -119,20 +127,39 @@ def call_in_graph(
     if skip_reshape and value.shape[-1] != query.shape[-1]:
         return None
     options = extra.get("transformer_options") or {}
-    index = options.get("block_index")
-    named = (options.get("block"), options.get("block_type"))
-    block = None if index is None and named == (None, None) else named
-    number, place = _number_of(
-        func,
-        attn_precision,
-        bool(skip_reshape),
-        bool(skip_output_reshape),
-        tuple([(name, block if name == "transformer_options" else extra[name]) for name in extra]),
-    )
+    named, kind, index = options.get("block"), options.get("block_type"), options.get("block_index")
+    name, block_number = named if isinstance(named, tuple) and len(named) == 2 else (named, None)
+    if not isinstance(name, str | None) or not isinstance(kind, str | None):
+        return None
+    if not isinstance(index, int | None) or not isinstance(block_number, int | None):
+        return None
+    located = not (named is None and kind is None and index is None)
+    constants: list[tuple[str, Any]] = []
+    for argument in extra:
+        given = extra[argument]
+        if argument not in KNOWN_ARGUMENTS:  # what it means may change from call to call
+            return None
+        if argument == "transformer_options":
+            constants.append((argument, Block(name, kind) if located else None))
+        elif argument == "scale" and isinstance(given, int | float | None):
+            constants.append((argument, None))
+        elif isinstance(given, bool | None):
+            constants.append((argument, None if given is None else _decided(given)))
+        else:
+            return None
+    number, place = _number_of(func, attn_precision, bool(skip_reshape), bool(skip_output_reshape), tuple(constants))
     if number is None:
         return None
-    output: Tensor = OPERATOR(query, key, value, mask, heads, index, number, place)
+    scale = extra.get("scale")
+    output: Tensor = OPERATOR(query, key, value, mask, heads, scale, index, block_number, number, place)
     return output
+
+
+def _decided(flag: bool) -> bool:
+    """The flag as a constant of the graph; where sizes decide it, the branch has the tracer guard them."""
+    if flag:  # noqa: SIM103
+        return True
+    return False
 
 
 def _is_plain(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
@@ -166,7 +193,9 @@ def _run(
     value: Tensor,
     mask: Tensor | None,
     heads: int,
+    scale: float | None,
     block_index: int | None,
+    block_number: int | None,
     number: int,
     place: int,
 ) -> Tensor:
@@ -175,8 +204,11 @@ def _run(
     extra = dict(call.extra)
     current: GraphCalls = getattr(_threads, "current", None) or GraphCalls(None, {})
     current.used = True
+    if "scale" in extra:
+        extra["scale"] = scale
     if "transformer_options" in extra:
-        extra["transformer_options"] = current.options_of(place, extra["transformer_options"], block_index)
+        block = extra["transformer_options"]
+        extra["transformer_options"] = current.options_of(place, block, block_index, block_number)
     arguments = (query, key, value, heads, mask, call.attn_precision, call.skip_reshape, call.skip_output_reshape)
     if current.attend is None:
         output = call.func(*arguments, **extra)
@@ -195,7 +227,9 @@ def _run_fake(
     value: Tensor,
     mask: Tensor | None,
     heads: int,
+    scale: float | None,
     block_index: int | None,
+    block_number: int | None,
     number: int,
     place: int,
 ) -> Tensor:
@@ -225,8 +259,8 @@ def _register() -> tuple[torch.library.Library | None, Any]:
     )
     library = torch.library.Library(NAMESPACE, "FRAGMENT")
     library.define(
-        f"{name}(Tensor query, Tensor key, Tensor value, Tensor? mask, SymInt heads, SymInt? block_index, "
-        "int number, int place) -> Tensor",
+        f"{name}(Tensor query, Tensor key, Tensor value, Tensor? mask, SymInt heads, float? scale, "
+        "SymInt? block_index, SymInt? block_number, int number, int place) -> Tensor",
         tags=(
             unsafe,
             torch.Tag.pt2_compliant_tag,

@@ -9,9 +9,9 @@ import time
 import pytest
 import torch
 
+from benchmarks.line_run import LineRun
 from benchmarks.lines import LINES
 from benchmarks.machine import Log, Machine
-from benchmarks.line_run import LineRun
 from benchmarks.whole_models import broken, parse
 
 LATENT = torch.zeros(1)

@@ -64,6 +64,15 @@ def without_options(entries: Any) -> list[bool]:
     return ["transformer_options" not in entry.name for entry in entries]
 
 
+class Host(FakeComfy):
+    """ComfyUI, with a plain function as its own attention, as it has one."""
+
+    def __init__(self, dispatcher: Any) -> None:
+        super().__init__(dispatcher)
+        self.counted = counted = self.native
+        self.native = lambda *args, **kwargs: counted(*args, **kwargs)
+
+
 class Network:
     """A model of equal blocks as ComfyUI has them: the options say which block it is in, x goes from block to block."""
 
@@ -100,9 +109,9 @@ class Compiled:
         options = {"guard_filter_fn": without_options} if self.filtered else None
         return torch.compile(function, backend=backend, options=options)
 
-    def patched(self, dispatcher: Any) -> FakeComfy:
+    def patched(self, dispatcher: Any) -> Host:
         """A model patched with another dispatcher, over the same compiled code."""
-        comfy = FakeComfy(dispatcher)
+        comfy = Host(dispatcher)
         step = 0
 
         def forward_once(attention: Callable[..., Tensor], transformer_options: dict[str, Any]) -> Tensor:
@@ -197,7 +206,7 @@ def name_of(call: dict[str, Any]) -> str:
 def test_every_kind_of_call_has_the_shape_strides_and_bits_of_the_uncompiled_one(call, backend):
     """aot_eager checks what the compiler was told of the output against what it gets."""
     args, keywords = arguments_of(call)
-    comfy, plain = (FakeComfy(make_dispatcher(fake_backend(exact=True))) for _ in range(2))
+    comfy, plain = (Host(make_dispatcher(fake_backend(exact=True))) for _ in range(2))
 
     def forward(attention: Callable[..., Tensor], options: dict[str, Any]) -> Tensor:
         return attention(*args[:3], heads=args[3], **keywords, transformer_options=options) + 0
@@ -266,6 +275,14 @@ def unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
+class Ones:
+    def attention(self, q: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return torch.ones_like(q)
+
+    __call__ = attention
+
+
+ONLY_NATIVE = {"kernel": NATIVE_ONLY}
 BREAKS: dict[str, dict[str, Any]] = {
     "unknown argument": {"keywords": {"window": 3}},
     "tensor of a class of its own": {"change": unplain},
@@ -273,6 +290,12 @@ BREAKS: dict[str, dict[str, Any]] = {
     "autocast": {"around": lambda: torch.autocast("cpu", torch.bfloat16)},
     "value of another width": {"arguments": {"skip_reshape": True}, "value": normal(1, 2, 24, 8)},
     "tensors with too few axes": {"keywords": {"skip_reshape": True}},
+    "scale that is a tensor": {"keywords": {"scale": torch.tensor(0.3)}},
+    "flag that is a number": {"policy": ONLY_NATIVE, "keywords": {"low_precision_attention": 1}},
+    "attention that is a method": {"policy": ONLY_NATIVE, "native": Ones().attention},
+    "attention that is an object": {"policy": ONLY_NATIVE, "native": Ones()},
+    "block that is an object": {"policy": ONLY_NATIVE, "options": {"block": Ones()}},
+    "number of a block that is text": {"policy": ONLY_NATIVE, "options": {"block_index": "first"}},
 }
 
 
@@ -281,11 +304,12 @@ def test_what_a_graph_cannot_express_leaves_it_and_is_counted(case):
     (q, k, v, heads), keywords = comfy_arguments(**case.get("arguments", {}))
     keywords = {**keywords, **case.get("keywords", {})}
     v = case.get("value", v)
-    dispatcher = make_dispatcher(fake_backend())
-    comfy = FakeComfy(dispatcher)
-    comfy.native = lambda q, *args, **kwargs: torch.ones_like(q)
+    dispatcher = make_dispatcher(fake_backend(), **case.get("policy", {}))
+    comfy = Host(dispatcher)
+    comfy.native = case.get("native", lambda q, *args, **kwargs: torch.ones_like(q))
 
     def forward(attention: Callable[..., Tensor], options: dict[str, Any]) -> Tensor:
+        options = {**options, **case.get("options", {})}
         return attention(case.get("change", unchanged)(q), k, v, heads, **keywords, transformer_options=options) * 2
 
     comfy.forward_once = torch.compile(forward, backend="eager")
@@ -447,14 +471,14 @@ def test_a_native_forward_is_native_in_the_graph_it_has_without_being_traced_aga
     assert all(torch.equal(output, expected) for output in outputs)
     assert served(model.comfy.run()) == {"native": BLOCKS * 4}
     assert len(asked) == BLOCKS
-    assert model.comfy.native.calls == BLOCKS * 4
+    assert model.comfy.counted.calls == BLOCKS * 4
     assert (graph_breaks(), graphs()) == (0, 1)
 
 
 def test_calls_beside_the_graph_are_native_too_in_a_native_forward():
     """Parts of a model that are not compiled see the override, which stays in the options for the graph's sake."""
     dispatcher = make_dispatcher(kernel=NATIVE_ONLY)
-    comfy = FakeComfy(dispatcher)
+    comfy = Host(dispatcher)
 
     def call(attention: Callable[..., Tensor], options: dict[str, Any]) -> Tensor:
         return attention(*ARGUMENTS, **KEYWORDS, transformer_options=options)
@@ -468,7 +492,7 @@ def test_calls_beside_the_graph_are_native_too_in_a_native_forward():
     comfy.sample(SIGMAS)
     assert served(comfy.run()) == {"native": 2 * 4}
     assert [run["calls"] for run in comfy.runs()] == [2 * 4]
-    assert comfy.native.calls == 2 * 4
+    assert comfy.counted.calls == 2 * 4
     assert graph_breaks() == 0
 
 
@@ -498,7 +522,7 @@ def test_a_plan_that_does_not_pay_off_in_compiled_code_is_native_from_there_on()
 
 def test_what_was_compared_without_compiling_is_not_taken_for_compiled_models():
     dispatcher = make_dispatcher(fake_backend(FakeKernel(off_by(0.01))), compare_with_native="first time")
-    comfy = FakeComfy(dispatcher)
+    comfy = Host(dispatcher)
     wrappers = {"wrappers": {"apply_model": {"torch.compile": [print]}}}
     for options in ({}, wrappers, {}, wrappers):
         comfy.options = {**comfy.options, "wrappers": {}, **options}
@@ -528,7 +552,7 @@ def test_inductor_cuts_what_becomes_cuda_graphs_at_each_operator(monkeypatch):
     model = Compiled(make_dispatcher(fake_backend()))
     options = {"triton.cudagraphs": True, "graph_partition": True}
     model.forward = torch.compile(model.network.forward, backend="inductor", options=options)
-    with torch.inference_mode():
+    with torch.inference_mode(), torch._inductor.config.patch(force_disable_caches=True):  # a cached graph is not cut
         outputs = model.comfy.sample(SIGMAS)
         expected, _ = model.uncompiled(make_dispatcher(fake_backend()))
     torch.testing.assert_close(outputs[-1], expected, rtol=1e-5, atol=1e-5)
@@ -586,6 +610,41 @@ def test_images_of_other_sizes_are_compiled_as_often_as_without_the_pack(filtere
     assert graph_breaks() == 0
 
 
+def test_numbers_that_change_with_the_size_or_the_block_stay_in_the_graph():
+    """A tracer takes a number that was another one before for any number, which is no constant of the graph."""
+    seen = []
+
+    def native(q: Tensor, *args: Any, scale: float, transformer_options: dict[str, Any], **kwargs: Any) -> Tensor:
+        seen.append((scale, transformer_options["block"], transformer_options["block_index"]))
+        return q * scale
+
+    comfy = Host(make_dispatcher(kernel=NATIVE_ONLY))
+    comfy.native = native
+    tokens, number = 0, 0
+
+    def block(attention: Callable[..., Tensor], x: Tensor, options: dict[str, Any]) -> Tensor:
+        return attention(x, x, x, 2, scale=x.shape[1] ** -0.5, enable_gqa=x.shape[1] != 7, transformer_options=options)
+
+    in_graph = torch.compile(block, backend="aot_eager")
+
+    def forward(attention: Callable[..., Tensor], options: dict[str, Any]) -> Tensor:
+        return in_graph(
+            attention, normal(1, tokens, 32), {**options, "block": ("input", number), "block_index": number}
+        )
+
+    comfy.forward_once = forward
+    for tokens, number in ((16, 1), (25, 2), (36, 3), (49, 4)):  # noqa: B007
+        (output,) = comfy.sample()
+        assert torch.equal(output, normal(1, tokens, 32) * tokens**-0.5)
+    assert seen == [
+        (1 / 4, ("input", 1), 1),
+        (1 / 5, ("input", 2), 2),
+        (1 / 6, ("input", 3), 3),
+        (1 / 7, ("input", 4), 4),
+    ]
+    assert graph_breaks() == 0
+
+
 @pytest.mark.parametrize("filtered", [True, False], ids=["guards dropped", "guards kept"])
 def test_another_node_or_other_settings_over_the_same_compiled_model_make_nothing_be_traced_again(filtered):
     first = make_dispatcher(fake_backend())
@@ -607,7 +666,7 @@ def halving(q: Tensor, k: Tensor, v: Tensor, heads: int, *args: Any, **kwargs: A
     return q / 2
 
 
-def native_by_function(comfy: FakeComfy) -> FakeComfy:
+def native_by_function(comfy: Host) -> Host:
     comfy.native = halving
     return comfy
 
@@ -667,7 +726,7 @@ def test_models_in_two_threads_share_a_graph_and_keep_apart():
         return model.forward(ARGUMENTS[0], transformer_options=transformer_options)
 
     def sample(dispatcher: Any) -> None:
-        comfy = FakeComfy(dispatcher)
+        comfy = Host(dispatcher)
         comfy.forward_once = forward_once
         comfy.sample(SIGMAS)
 
