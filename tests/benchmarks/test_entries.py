@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -96,3 +97,40 @@ def test_the_plain_override_leaves_masked_calls_to_native():
     assert seen["mask"] is mask
     assert seen["scale"] == 0.5
     assert seen["args"][3] == 2
+
+
+def names(compiled):
+    return [name for name in entries.entries(torch.device("cpu"), compiled=compiled) if name.startswith("plain")]
+
+
+def test_plain_sageattn_is_there_once_and_for_compiled_models_twice():
+    assert names(False) == ["plain sageattn"]
+    assert names(True) == ["plain sageattn, in the graph", "plain sageattn, outside the graph"]
+    assert all(entries.chosen(name, ["plain sageattn"]) for name in names(False) + names(True))
+    assert not any(entries.chosen(name, ["core sage"]) for name in names(True))
+    assert all(entries.chosen(name, []) for name in ("native", "native again", "auto"))
+    assert entries.chosen("any", None)
+
+
+class Model:
+    """A MODEL as far as an entry needs it."""
+
+    def __init__(self):
+        self.model_options = {}
+
+    def clone(self):
+        return Model()
+
+
+@pytest.mark.parametrize(("name", "breaks"), [(entries.IN_GRAPH, False), (entries.OUTSIDE_GRAPH, True)])
+def test_one_plain_entry_is_traced_with_the_model_and_one_leaves_the_graph(monkeypatch, name, breaks):
+    monkeypatch.setitem(sys.modules, "sageattention", SimpleNamespace(sageattn=sageattn))
+    patched = entries.entries(torch.device("cpu"), compiled=True)[name](Model())
+    override = patched.model_options["transformer_options"]["optimized_attention_override"]
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    query = torch.randn(1, 6, 16, generator=torch.Generator().manual_seed(0))
+    output = torch.compile(lambda x: override(untouched, x * 2, x, x, 2) + 1, backend="eager")(query)
+    assert torch.equal(output, override(untouched, query * 2, query, query, 2) + 1)
+    assert (sum(torch._dynamo.utils.counters["graph_break"].values()) > 0) is breaks
+    torch.compiler.reset()

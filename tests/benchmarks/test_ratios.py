@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ratios import Ratio, Verdict, noise, ratio, verdicts
+from benchmarks.ratios import Ratio, Verdict, graph_verdicts, noise, ratio, verdicts
 
 
 def test_a_ratio_is_native_over_the_entry_of_the_same_round():
@@ -71,3 +71,13 @@ def test_the_text_says_whether_only_the_noise_helped():
     assert Verdict("a", 0.98, 0.99, 0.02).text().endswith("met within the noise")
     assert Verdict("a", 0.96, 0.99, 0.02, target=True).text() == "a: 0.960, target 0.99, noise 0.020: MISSED"
     assert Verdict("a", 0.96, 0.99, 0.02).to_json()["held"] is False
+
+
+@pytest.mark.parametrize(
+    ("breaks", "recompiles", "expected"), [(3, 0, [True, True]), (4, 0, [False, True]), (0, 1, [True, False])]
+)
+def test_the_pack_may_not_add_to_what_torch_compile_does_for_native(breaks, recompiles, expected):
+    native = {"compile_s": 1.0, "graph_breaks": 3, "recompiles": 0}
+    found = graph_verdicts({"compile_s": 9.0, "graph_breaks": breaks, "recompiles": recompiles}, native)
+    assert [verdict.held for verdict in found] == [verdict.to_json()["held"] for verdict in found] == expected
+    assert [verdict.text().endswith("met") for verdict in found] == expected

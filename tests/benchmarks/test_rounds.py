@@ -89,6 +89,8 @@ def test_a_run_in_which_all_is_well_does_not_fail():
         {"repeatable": {"warm_bits_equal": True, "from_disk_bits_equal": False}},
         {"repeatable": {"error": "raised"}},
         {"verdicts": [{"held": False, "target": False, "text": "MISSED"}]},
+        {"graph_verdicts": [{"held": False, "text": "MISSED"}]},
+        {"judged": False, "graph_verdicts": [{"held": False, "text": "MISSED"}]},
     ],
 )
 def test_each_thing_that_fails_a_run_does(fields):
