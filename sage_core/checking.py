@@ -18,6 +18,7 @@ from .accuracy import exact_attention, sample_rows
 from .call import AttentionCall, four_axes
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec
+from .support import MAX_OFFSET_32_BIT
 
 SMOOTHING_GAIN = 0.9
 """Key smoothing costs a pass over key, so with it the error must fall below this share of the error without it."""
@@ -65,13 +66,16 @@ def site_norms(call: AttentionCall, spec: AttentionSpec, output: Tensor, exact: 
     The 2-norm over the sampled rows of each (batch, head): of the error, then of the reference, then of the output,
     and so three numbers per head. ``output`` is what ComfyUI would be given. ``exact`` computes the reference in fp32;
     without it PyTorch's attention in the call's own dtype is the reference, a few times faster and off by 0.002 in
-    bf16.
+    bf16. Which of its kernels that is, PyTorch decides, and some count in 32 bits: beyond those it is not asked.
     """
     query, key, value = (_heads_first(tensor, spec.head_dim, call.skip_reshape) for tensor in call[:3])
     output = _heads_first(output, spec.head_dim, call.skip_output_reshape)
     rows = _rows(spec.qo_len, query.device)
-    mask = None if call.mask is None else four_axes(call.mask)
-    if exact:
+    mask = None if call.mask is None else _one_of_each(four_axes(call.mask))
+    reached = spec.max_offset
+    if mask is not None:
+        reached = max(reached, mask[:, :, : len(rows)].numel() - 1)
+    if exact or reached > MAX_OFFSET_32_BIT:
         reference = exact_attention(query, key, value, "HND", spec.softmax_scale, mask, rows)
     else:
         if mask is not None and mask.shape[2] > 1:
@@ -92,6 +96,14 @@ def site_norms(call: AttentionCall, spec: AttentionSpec, output: Tensor, exact: 
     dtype = torch.float32 if columns.device.type == "mps" else torch.float64
     norms: Tensor = torch.linalg.vector_norm(columns, dim=(-2, -1), dtype=dtype)
     return norms.flatten()
+
+
+def _one_of_each(mask: Tensor) -> Tensor:
+    """The mask without repetitions along batch, heads and rows: taking rows out of it would write them all down."""
+    for axis in range(3):
+        if mask.stride(axis) == 0:
+            mask = mask.narrow(axis, 0, 1)
+    return mask
 
 
 def _ratio(error: float, size: float) -> float:

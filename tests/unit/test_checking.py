@@ -7,9 +7,10 @@ from collections import defaultdict
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_core import planning, serving
+from sage_core import checking, planning, serving
 from sage_core.accuracy import compare, exact_attention, sample_rows
 from sage_core.blockwise import element_limit
 from sage_core.checking import SiteAccuracy, site_norms
@@ -98,6 +99,8 @@ def test_a_broken_head_shows_whichever_it_is():
         {"qo_len": 300, "mask": normal(300, 300, seed=9)},
         {"qo_len": 300, "batch": 2, "mask": normal(2, 300, 300, seed=9) > 0},
         {"qo_len": 300, "mask": normal(1, 300, seed=9) > 0},
+        {"qo_len": 300, "batch": 2, "mask": normal(1, 1, 300, 300, seed=9).expand(2, 2, 300, 300)},
+        {"qo_len": 300, "batch": 2, "mask": (normal(2, 1, 1, 300, seed=9) > 0).expand(2, 2, 300, 300)},
     ],
     ids=str,
 )
@@ -118,6 +121,59 @@ def test_errors_are_those_of_the_sampled_rows(skip_reshape, skip_output_reshape,
     assert found.worst_head_relative_l2 == pytest.approx(0.25, rel=1e-4)
     assert found.relative_l2 == pytest.approx(expected.relative_l2, rel=1e-4)
     assert found.cosine == pytest.approx(expected.cosine, rel=1e-5)
+
+
+ROWS = len(sample_rows(300))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """The attn_mask of each call of PyTorch's attention in a check."""
+    masks = []
+
+    def noting(*tensors, attn_mask, **keywords):
+        masks.append(attn_mask)
+        return scaled_dot_product_attention(*tensors, attn_mask=attn_mask, **keywords)
+
+    monkeypatch.setattr(checking, "scaled_dot_product_attention", noting)
+    return masks
+
+
+@pytest.mark.parametrize(
+    ("shape", "handed"),
+    [
+        ((3, 4, 300, 300), (3, 4, ROWS, 300)),
+        ((3, 1, 300, 300), (3, 1, ROWS, 300)),
+        ((1, 4, 1, 300), (1, 4, 1, 300)),
+        ((1, 1, 1, 300), (1, 1, 1, 300)),
+    ],
+)
+def test_the_rows_of_a_mask_are_no_larger_than_the_mask_in_memory(shape, handed, quick):
+    call = make_call(batch=3, heads=4, qo_len=300, mask=normal(*shape, seed=9).expand(3, 4, 300, 300))
+    spec, _ = call.read("cpu")
+    right = Native()(*call[:3], 4, call.mask)
+    assert accuracy_of(call, spec, right, exact=False).worst_head_relative_l2 < 1e-4
+    assert [tuple(mask.shape) for mask in quick] == [handed]
+
+
+@pytest.mark.parametrize(
+    ("limit", "mask", "asked"),
+    [
+        (300 * 32 - 1, None, True),
+        (300 * 32 - 2, None, False),
+        (ROWS * 300 - 1, normal(300, 300, seed=9), True),
+        (ROWS * 300 - 2, normal(300, 300, seed=9), False),
+    ],
+)
+def test_beyond_32_bits_a_check_does_without_attention_that_may_not_count_so_far(
+    limit, mask, asked, quick, monkeypatch
+):
+    monkeypatch.setattr(checking, "MAX_OFFSET_32_BIT", limit)
+    call = make_call(qo_len=300, mask=mask)
+    spec, _ = call.read("cpu")
+    right = Native()(*call[:3], 2, mask)
+    assert accuracy_of(call, spec, right, exact=False).worst_head_relative_l2 < 1e-4
+    assert bool(quick) is asked
 
 
 def test_the_worst_head_is_found_among_many_and_in_any_batch():
