@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from benchmarks.ratios import noise, ratio, verdicts
+from benchmarks.ratios import graph_verdicts, noise, ratio, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTION = re.split(r"^## What it brings$", README, flags=re.MULTILINE)[1].split("\n## ")[0]
+REPORTS = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "docs" / "measured").glob("*.json")]
+MEASURED = [line for report in REPORTS for line in report["lines"]]
 LINES = {
     line["title"]: (line, report)
-    for path in (ROOT / "docs" / "measured").glob("*.json")
-    for report in [json.loads(path.read_text(encoding="utf-8"))]
+    for report in REPORTS
+    if not report.get("compile_with")  # the table is for models that are not compiled
     for line in report["lines"]
 }
 ENTRIES = {
@@ -51,9 +54,8 @@ def test_a_column_is_what_was_measured(title: str) -> None:
     assert f"torch {environment['torch'].rpartition('.')[0]}" in SECTION
 
 
-@pytest.mark.parametrize("title", TITLES)
-def test_what_was_measured_follows_from_its_own_seconds_and_met_its_bars(title: str) -> None:
-    line, _ = LINES[title]
+@pytest.mark.parametrize("line", MEASURED, ids=lambda line: line["title"])
+def test_what_was_measured_follows_from_its_own_seconds_and_met_its_bars(line: dict[str, Any]) -> None:
     entries = {name: entry for name, entry in line["entries"].items() if entry["status"] == "ok"}
     native = entries["native"]["seconds"]
     for entry in entries.values():
@@ -62,3 +64,6 @@ def test_what_was_measured_follows_from_its_own_seconds_and_met_its_bars(title: 
     assert line["repeatable"]["warm_bits_equal"] is line["repeatable"]["from_disk_bits_equal"] is True
     medians = {name: entry["ratio"]["median"] for name, entry in entries.items() if name != "native again"}
     assert all(verdict.held for verdict in verdicts(medians, line["noise"]))
+    if "compiled" in entries["auto"]:
+        counts = (entries[name]["compiled"] for name in ("auto", "native"))
+        assert all(verdict.held for verdict in graph_verdicts(*counts))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from benchmarks import line_run as line_run_module
 from benchmarks.line_run import LineRun
 from benchmarks.lines import LINES
 from benchmarks.machine import Log, Machine
@@ -62,6 +64,31 @@ def test_no_round_starts_that_would_end_after_the_deadline_but_the_first():
     run, sampling = line_run("a", rounds=9), Sampling()
     run._rounds(sampling, time.perf_counter() - 1)
     assert sampling.runs == ["a"]
+
+
+@pytest.mark.parametrize(("left_s", "measured"), [(60, "all"), (-1, "needed")])
+def test_when_the_time_of_a_line_is_over_only_what_is_needed_is_still_started(monkeypatch, left_s, measured):
+    class Built(Sampling):
+        model, steps, latent, text = "model", 1, (1,), (1, 1)
+
+        def model_output(self, model):
+            return LATENT
+
+    names = ["native", "other", "auto", "native again"]
+    accuracy = SimpleNamespace(compare=lambda output, reference: SimpleNamespace(finite=True, relative_l2=0.0))
+    monkeypatch.setattr(line_run_module, "Sampling", SimpleNamespace(build=lambda *_, **__: Built()))
+    monkeypatch.setattr(
+        line_run_module, "entries", lambda *_, **__: {name: lambda model, name=name: name for name in names}
+    )
+    monkeypatch.setattr(line_run_module.comfyui, "pack", lambda name: accuracy)
+    monkeypatch.setattr(LineRun, "_repeat", lambda *_: {})
+    monkeypatch.setattr(LineRun, "_finish", lambda *_: None)
+    run = line_run(rounds=1)
+    run.options.steps = None
+    run.measure(LINES["flux-1024"], lambda: None, time.perf_counter() + left_s)
+    found = {name: entry["status"] for name, entry in run.result["entries"].items()}
+    expected = dict.fromkeys(names, "ok")
+    assert found == (expected if measured == "all" else {**expected, "other": "left out"})
 
 
 def result(**fields):
