@@ -403,8 +403,12 @@ def halved(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _kinds(overrides: list[Any]) -> list[str]:
-    names = {"halved": "previous", "attend": "ours"}
-    return ["none" if override is None else names[override.__name__] for override in overrides]
+    names = {"halved": "previous", "Dispatcher": "ours"}
+    return ["none" if override is None else names[_name(override)] for override in overrides]
+
+
+def _name(override: Any) -> str:
+    return str(getattr(override, "__name__", type(override).__name__))
 
 
 def past_us(model: str, previous: bool) -> dict[str, Any]:
