@@ -49,6 +49,8 @@ E4M3_MAX_IN_FP16 = 2.25
 
 SAGEATTN_1_HEAD_DIMS = (64, 96, 128)
 """The assertion on headdim in sageattn() of 1.0.6."""
+FP16_KEY_TILE = 64
+"""CTA_K of sageattn_qk_int8_pv_fp16_cuda()."""
 SAGEATTN_1_KEY_TILE = 64
 """BLOCK_N in forward() of attn_qk_int8_per_block.py of 1.0.6, which does not mask the scores of a partial tile."""
 
@@ -197,6 +199,15 @@ def _without_changing_key(function: Callable[..., Any]) -> Callable[..., Any]:
     return kernel
 
 
+def _a_whole_key_tile(spec: AttentionSpec) -> Refusal | None:
+    """The fp16 kernel loads the rows of value that there are and multiplies those that a first tile lacks by zero, with
+    whatever was in shared memory before: NaN at times. Behind a first full tile it is finite."""
+    if spec.kv_len >= FP16_KEY_TILE:
+        return None
+    detail = f"kv_len is {spec.kv_len}; sageattn_qk_int8_pv_fp16_cuda is only right from {FP16_KEY_TILE} on"
+    return Refusal(RefusalCode.KV_LEN, detail)
+
+
 def _full_key_tiles(spec: AttentionSpec) -> Refusal | None:
     """sageattn() of 1.0.6 lets the missing keys of a partial last tile take part in the softmax."""
     if spec.kv_len % SAGEATTN_1_KEY_TILE == 0:
@@ -237,7 +248,7 @@ SAGEATTN_FP8_FUSED = Backend(
 )
 SAGEATTN_FP16 = Backend(
     name="sageattn_qk_int8_pv_fp16_cuda",
-    support=Support(archs=FP16_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
+    support=Support(archs=FP16_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, rules=(_a_whole_key_tile,)),
     tolerance=INT8_FP16,
     load=_load_2("sageattn_qk_int8_pv_fp16_cuda", "sm80", _fp16_arguments),
     package=PACKAGE,

@@ -63,6 +63,7 @@ ACCEPTED = [
     (SM90, make_spec("sm90")),
     (SM90, make_spec("sm90", 40, qo_len=1, kv_len=77, num_kv_heads=8, sm_scale=1.0, dtype="float16")),
     (SM90_FUSED, make_spec("sm90")),
+    (FP16, make_spec("sm80", kv_len=64)),
     *[(FP8_FUSED, make_spec(arch)) for arch in ("sm89", "sm100", "sm120", "sm121")],
     *[(FP8, make_spec(arch)) for arch in ("sm89", "sm100", "sm120", "sm121")],
     *[(FP16, make_spec(arch)) for arch in ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")],
@@ -100,6 +101,7 @@ ACCEPTED = [
 ]
 
 REFUSED = [
+    *[(FP16, make_spec("sm80", kv_len=length), {RefusalCode.KV_LEN: (str(length), "64")}) for length in (1, 63)],
     (SM90_FUSED, make_spec("sm89"), {RefusalCode.ARCH: ("sm89", "sm90")}),
     (FP8_FUSED, make_spec("sm90"), {RefusalCode.ARCH: ("sm90",)}),
     (SM90_FUSED, make_spec("sm90", 160), {RefusalCode.HEAD_DIM: ("160", "128")}),
