@@ -96,7 +96,7 @@ class Model:
 
 def seconds_of_run(model: Model, dispatcher: Dispatcher) -> float:
     """One run of STEPS forwards through the dispatcher's wrappers."""
-    options = {OVERRIDE: dispatcher.attend}
+    options = {OVERRIDE: dispatcher}
     t = torch.ones(1)
     forward = Executor(lambda x, t, *given: model.forward(x, given[-1]))
 

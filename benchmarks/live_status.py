@@ -40,8 +40,8 @@ def sampled(opened: Callable[[Run], None], sites: int, seconds: float, at_the_en
     ours = dispatcher()
     ours.stats = Stats("5", opened)
     case = cases()[0]
-    options = {"optimized_attention_override": ours.attend}
-    forward = Executor(lambda *args, **kwargs: seconds_of_forward(ours.attend, case, sites))
+    options = {"optimized_attention_override": ours}
+    forward = Executor(lambda *args, **kwargs: seconds_of_forward(ours, case, sites))
     made = 0
 
     def sampler(*args: Any, **kwargs: Any) -> None:

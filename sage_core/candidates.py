@@ -11,16 +11,17 @@ import torch
 
 from .backends.base import Backend
 from .call import AttentionCall
-from .failure import naming
+from .failure import explain, naming
 from .policy import AUTO, Policy
-from .ranking import rank
+from .ranking import NO_CHECK, rank
 from .refusal import Refusal, RefusalCode
 from .selection import ANY_KERNEL, NATIVE, Use, Verdict, judge
-from .serving import server
+from .serving import looker, server
 from .session import Session
 from .spec import AttentionSpec
 from .timing import Function, Timing, time_candidates
 
+CHECK = "the check"
 MIN_SCORES = 512 * 512
 """Query times key tokens from which kernels are timed: below, a call takes less than its launch on any GPU."""
 HOST_BOUND_MS = 0.5
@@ -83,7 +84,9 @@ class CandidateFinder:
         decides = NATIVE in times and not is_long(times)
         if host_bound is None or not decides:
             host_bound = decides and times[NATIVE].device_ms < HOST_BOUND_MS
-        ranking = rank(found, {name for name, use in variants.items() if use.backend.exact}, NATIVE, host_bound)
+        exact = {name for name, use in variants.items() if use.backend.exact}
+        check = NO_CHECK if times.keys() <= {NATIVE, *exact} else self._check(call, spec)
+        ranking = rank(found, exact, NATIVE, host_bound, check=check)
         switches: dict[str, Switches] = {}
         for name in ranking.order[: ranking.order.index(NATIVE)]:
             kernel = variants[name].backend.name
@@ -166,6 +169,33 @@ class CandidateFinder:
             elif timing.code is RefusalCode.NOT_WORTHWHILE:
                 kept[name] = timing.detail
         self.session.measurements.put("kernels", key, kept)
+        return measured
+
+    def _check(self, call: AttentionCall, spec: AttentionSpec) -> Timing:
+        """What the check of an output takes, measured once per spec; nothing where nothing is checked."""
+        if self.policy.tolerance is None:
+            return NO_CHECK
+        device = call.query.device
+        key = f"{self.session.device_name(device)}: {spec._replace(max_offset=0)!r}"
+        known = Timing.from_json(self.session.measurements.get("checks", key))
+        if known is not None:
+            return known
+        heads = (spec.batch_size, spec.num_qo_heads, spec.qo_len, spec.head_dim)
+        joined = (spec.batch_size, spec.qo_len, spec.num_qo_heads * spec.head_dim)
+        # any output will do: a number that fills its shape
+        output = call.query.new_zeros(()).expand(heads if call.skip_output_reshape else joined)
+        look = looker(call, spec)
+
+        def check() -> object:
+            try:
+                return look(*call[:3], call.mask, output)
+            except Exception as error:  # memory may be too short for it
+                return explain(error, CHECK)
+
+        measured = time_candidates({CHECK: check}, CHECK, self.session.stopwatch(device))[CHECK]
+        if isinstance(measured, Refusal):
+            return NO_CHECK
+        self.session.measurements.put("checks", key, measured._asdict())
         return measured
 
     def _remembered(self, key: str) -> Found:

@@ -483,6 +483,70 @@ def test_a_quantized_kernel_is_checked_after_it_was_measured_and_loses_its_site_
     assert refused(comfy.run()) == {("rough", "accuracy")}
 
 
+# -- what the checks take
+
+
+@pytest.fixture
+def checks_take(monkeypatch):
+    """Checks take this many milliseconds of the machine's clock, and are counted."""
+    looked = Counter()
+
+    def take(machine, device_ms, error=None):
+        def looker(call, spec):
+            def look(query, key, value, mask, output):
+                looked["checks"] += 1
+                machine.clock.device_ms += device_ms
+                assert output.numel() == call.query.numel()
+                if error is not None:
+                    raise error
+
+            return look
+
+        monkeypatch.setattr("sage_core.candidates.looker", looker)
+        return looked
+
+    return take
+
+
+@pytest.mark.parametrize(("check_ms", "expected"), [(0.0, "quantized"), (6.0, "quantized"), (7.0, "exact")])
+def test_a_quantized_kernel_serves_only_if_it_earns_its_checks(checks_take, check_ms, expected):
+    machine = Machine(native_ms=20.0)
+    machine.add("exact", 10.0, exact=True)
+    machine.add("quantized", 8.4)  # with a fifth of 7 ms more than 3 % below 10
+    checks_take(machine, check_ms)
+    assert winner(machine, tolerance=0.1) == expected
+
+
+def test_what_a_check_takes_is_measured_once_and_remembered(checks_take, tmp_path):
+    machine = Machine(path=tmp_path / "measurements.json")
+    machine.add("quantized", 8.0)
+    looked = checks_take(machine, 1.0)
+    assert winner(machine, tolerance=0.1) == "quantized"
+    measured = looked["checks"]
+    assert 0 < measured < 20
+    assert winner(machine, tolerance=0.1) == "quantized"
+    assert looked["checks"] == measured
+    (entry,) = json.loads((tmp_path / "measurements.json").read_text())["fingerprints"].values()
+    assert [value["device_ms"] for value in entry["checks"].values()] == [1.0]
+
+
+@pytest.mark.parametrize(("exact", "tolerance"), [(True, 0.1), (False, None)])
+def test_no_check_is_timed_where_none_will_be_made(checks_take, exact, tolerance):
+    machine = Machine()
+    machine.add("kernel", 5.0, exact=exact)
+    looked = checks_take(machine, 100.0)
+    assert winner(machine, tolerance=tolerance) == "kernel"
+    assert not looked
+
+
+def test_a_check_that_memory_is_too_short_for_costs_nothing(checks_take):
+    machine = Machine()
+    machine.add("quantized", 5.0)
+    looked = checks_take(machine, 100.0, error=OUT_OF_MEMORY)
+    assert winner(machine, tolerance=0.1) == "quantized"
+    assert looked["checks"] == 1
+
+
 # -- while a CUDA graph is captured
 
 

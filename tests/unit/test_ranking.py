@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sage_core.ranking import DISPATCH_MS, MARGIN, NOISE, rank
+from sage_core.ranking import CHECKED_SHARE, DISPATCH_MS, MARGIN, NOISE, rank
 from sage_core.refusal import Refusal, RefusalCode
 from sage_core.timing import Timing
 
@@ -57,6 +57,26 @@ def ranked(found, host_bound=False, **options):
 )
 def test_the_order_for_calls_that_were_measured_on_an_h200(found, host_bound, order):
     assert ranked(found, host_bound).order == order
+
+
+def test_a_quantized_kernel_has_to_earn_its_checks():
+    found = {**FLUX, "sage": Timing(0.37, 0.170)}
+    assert ranked(found).order == ("sage", "flash-attn 4", "sdpa: cudnn", "native")
+    order, refusals = ranked(found, check=Timing(0.12, 0.1))
+    assert order == ("flash-attn 4", "sdpa: cudnn", "native")
+    detail = "sage takes 0.394 ms with its checks; flash-attn 4 takes 0.39 ms"
+    assert refusals == {"sage": Refusal(RefusalCode.NOT_WORTHWHILE, detail)}
+    assert pytest.approx(0.394) == 0.37 + CHECKED_SHARE * 0.12
+    # long calls hardly notice
+    assert ranked(WAN, check=Timing(0.5, 0.1)).order == ("sage", "flash-attn 4", "sdpa: cudnn", "native")
+
+
+def test_where_the_host_limits_the_launches_of_the_checks_count():
+    found = {"native": Timing(0.31, 0.100), "sage": Timing(0.28, 0.080)}
+    assert ranked(found, host_bound=True).order == ("sage", "native")
+    order, refusals = ranked(found, host_bound=True, check=Timing(0.0, 0.1))
+    assert order == ("native",)
+    assert "sage takes 0.105 ms with its checks of host time, which limits this forward" in refusals["sage"].detail
 
 
 def test_a_kernel_that_saves_device_time_and_costs_more_to_launch_loses_where_the_host_limits():
