@@ -24,7 +24,7 @@ from ..sage_core import (
     PolicyError,
     describe_function,
 )
-from .host import SESSION, dispatcher_of, executing, optimized_attention, remember, schema
+from .host import SESSION, executing, optimized_attention, remember, schema
 
 logger = logging.getLogger("sagescope")
 
@@ -169,8 +169,7 @@ def _override_before(model: Any) -> Any:
             f"model carries an attention override of type {type(override).__name__}, which cannot be called; allowed: "
             "a model whose other patches are callable"
         )
-    upstream = dispatcher_of(model)
-    return upstream.previous if upstream is not None and override is upstream else override
+    return override.previous if isinstance(override, Dispatcher) else override
 
 
 def _patched(model: Any, dispatcher: Dispatcher) -> Any:

@@ -7,6 +7,7 @@ around a forward.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -140,11 +141,11 @@ class Dispatcher:
 
         ComfyUI does not say which function it would have run; its current one stands for it.
         """
-        forward: Forward | None = getattr(self._threads, "forward", None)
+        forward: Forward | None = None if is_compiling() else getattr(self._threads, "forward", None)
         plan: Plan | None = None
-        if forward is not None and forward.watch is None and not is_compiling():
+        if forward is not None:
             plan = self._plan_for(forward, query.peek(), key.peek(), value.peek(), *args, **kwargs)
-        if forward is None or plan is None or (plan.serve is not None and plan.release is None):
+        if forward is None or plan is None or _needs_tensors(forward, plan):
             return self.attend(self._optimized_attention(), query.take(), key.take(), value.take(), *args, **kwargs)
         forward.plans.append(plan)
         if plan.release is None:
@@ -170,12 +171,13 @@ class Dispatcher:
     def _native_of_containers(
         self, containers: tuple[Any, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> torch.Tensor:
-        """Native attention, which may release what is in the containers as well."""
-        if self.previous is None:
-            return self._optimized_attention()(*containers, *args, **kwargs)
-        if hasattr(self.previous, "container_function"):
-            return self.previous.container_function(*containers, *args, **kwargs)  # type: ignore[no-any-return]
-        return self.previous(self._optimized_attention(), *(held.take() for held in containers), *args, **kwargs)
+        """Native attention, which may release what is in the containers as well, where it knows of them."""
+        native = self._optimized_attention()
+        if self.previous is None and hasattr(native, "container_function"):  # None says: ComfyUI opens them itself
+            return native(*containers, *args, **kwargs)
+        if (function := getattr(self.previous, "container_function", None)) is not None:
+            return function(*containers, *args, **kwargs)  # type: ignore[no-any-return]
+        return self._native(native, (*(held.take() for held in containers), *args), kwargs)
 
     def _native(self, func: Native, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         return func(*args, **kwargs) if self.previous is None else self.previous(func, *args, **kwargs)
@@ -339,6 +341,8 @@ class Dispatcher:
                     return run_once(forward)
                 except GivenAway:  # the kernel is out by now, or all of the forward native
                     made_again = True
+                    doubt = "" if in_the_way is None else f"; it may not be repeatable: {in_the_way}"
+                    run.note(f"the forward was run again: query, key and value were gone when the kernel failed{doubt}")
                 finally:
                     run.record(forward.plans, extra=forward.extra or made_again)
                 forward.begin_again()
@@ -500,14 +504,27 @@ def _native_plan(code: RefusalCode, detail: str) -> Plan:
     return Plan(NATIVE, None, None, (Verdict(ANY_KERNEL, (Refusal(code, detail),)),))
 
 
+def _needs_tensors(forward: Forward, plan: Plan) -> bool:
+    """Whether the kernel, or who watches the forward, needs query, key and value after attention has begun."""
+    if forward.watch is not None and (plan.look is not None or forward.watch is not check_sites):
+        return True
+    return plan.serve is not None and plan.release is None
+
+
 COMPARED = Refusal(RefusalCode.COMPARED, "the forward was run natively as well, to compare")
 UNREADABLE = _native_plan(RefusalCode.UNKNOWN_ARGUMENT, "ComfyUI passed arguments in a way that is not known")
 NOT_PLAIN = _native_plan(RefusalCode.TENSOR_TYPE, "query, key, value or attn_mask is no plain dense tensor")
 
 
 def describe_function(function: Any) -> str:
-    """Where a function comes from, for a person: module and qualified name."""
+    """Where a function comes from, for a person: module and qualified name.
+
+    ComfyUI names the modules of a pack by its whole folder, of which the last part is enough.
+    """
     if function is None:
         return "nothing"
+    if isinstance(function, Dispatcher):
+        return "another Apply SageAttention"
     named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{getattr(named, '__module__', None)}.{named.__qualname__}"
+    module = re.split(r"[/\\]", str(getattr(named, "__module__", None)))[-1]
+    return f"{module}.{named.__qualname__}"

@@ -144,7 +144,7 @@ class Review:
         run = forward.run
 
         def plan() -> Any:
-            again = Forward(run, None, extra=True, host_bound=forward.host_bound)
+            again = Forward(run, run.exact_from_now_on, extra=True, host_bound=forward.host_bound)
             return self.approve(again, run_forward(again), run_forward)
 
         before = self.settled(run)

@@ -28,7 +28,7 @@ class Plans:
         self._count = 0
         self._banned: dict[tuple[CallKey, Place], tuple[Verdict, ...]] = {}
         self.bans = 0
-        """How often a site lost a kernel."""
+        """How often a site lost a kernel, for good or to be planned anew."""
 
     def keep(self, key: CallKey, place: Place, plan: Plan, host_bound: bool | None) -> None:
         """Keep a plan made in a forward with that limit for every forward that it holds in: any, where the choice does
@@ -58,6 +58,7 @@ class Plans:
         for _, alike in self._all():
             for place in [place for place, plan in list(alike.items()) if plan.kernel == kernel]:
                 alike.pop(place, None)
+                self.bans += 1
 
     def ban(self, plans: Iterable[Plan], refusal_of: Callable[[Plan], Refusal]) -> None:
         """Keep each plan's kernel from its site, whatever limits the forward; the next call is planned without it."""
