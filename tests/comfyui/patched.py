@@ -50,15 +50,22 @@ def with_dispatcher(model: Any, kernel: str, *backends: Any, previous: Any = Non
     """A clone of the model patched for kernels of the test's own, in a Session of its own, and its dispatcher."""
     core, patch = inside.pack_module("sage_core"), inside.pack_module("nodes.patch_attention")
     policy = core.Policy(kernel=kernel, **{"compare_with_native": "never", **policy})
-    dispatcher = core.Dispatcher(policy, core.Session(backends), previous)
+    own = inside.pack_module("nodes.host").optimized_attention
+    dispatcher = core.Dispatcher(policy, core.Session(backends), previous, optimized_attention=own)
     return patch._patched(model, dispatcher), dispatcher
 
 
-def backend(name: str, function: Callable[..., Any], options: str = "attn_mask enable_gqa", **support: Any) -> Any:
+def backend(
+    name: str,
+    function: Callable[..., Any],
+    options: str = "attn_mask enable_gqa",
+    prepare: Callable[..., Any] | None = None,
+    **support: Any,
+) -> Any:
     """A kernel of the test's own that any device and dtype may use."""
     base, limits = inside.pack_module("sage_core.backends.base"), inside.pack_module("sage_core.support")
     accepts = {"archs": None, "dtypes": ("float32", "float16", "bfloat16"), "mask_kinds": limits.EVERY_MASK, **support}
-    kernel = base.Kernel(function, frozenset(options.split()))
+    kernel = base.Kernel(function, frozenset(options.split()), prepare)
     return base.Backend(
         name=name,
         support=limits.Support(**accepts),

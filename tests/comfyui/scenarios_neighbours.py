@@ -1,4 +1,4 @@
-"""Scenarios about what else is done to a model: other overrides, weights, threads, compiling, containers."""
+"""Scenarios about what else is done to a model: other overrides, weights, threads, compiling."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-import comfy.ldm.modules.attention as attention
 import torch
 
 import inside
@@ -131,26 +130,6 @@ def in_two_threads() -> dict[str, Any]:
     with calls_counted() as calls:
         tiny.sample(models["int8_reference"], steps=8)
         return {"latents": latents, "calls": calls(), "run": last_run(models["int8_reference"])}
-
-
-def containers() -> dict[str, Any] | None:
-    """A call whose tensors come in containers with one owner; None where this ComfyUI has none."""
-    container = getattr(attention, "AttentionTensorContainer", None)
-    if container is None:
-        return None
-    tiny = tiny_models.wan()
-    patched = apply(tiny.model, kernel="int8_reference")
-    options = {OVERRIDE: patched.model_options["transformer_options"][OVERRIDE]}
-    tensors = [torch.randn(1, 64, 256, generator=torch.Generator().manual_seed(seed)) for seed in (1, 2, 3)]
-    held = [container(tensor) for tensor in tensors]
-    with torch.inference_mode():
-        expected = attention.optimized_attention(*tensors, heads=2)
-        output = attention.optimized_attention(*held, heads=2, transformer_options=options)
-    return {
-        "error": distance(output, expected),
-        "consumed": [holder.tensor is None for holder in held],
-        "run": last_run(patched),
-    }
 
 
 def compiled(guard_filter: bool) -> list[dict[str, Any]]:

@@ -82,12 +82,3 @@ def test_compiled_model_counts_each_call_and_keeps_its_bits(host: Host) -> None:
     assert eager["breaks"][1:] == [{}, {}]
     served = [[kernels(run) for run in fact["runs"]] for fact in facts]
     assert served == [[], [{"int8_reference": 3}], [{"native": 3}], [{"int8_reference": 3}], []]
-
-
-def test_containers_reach_the_kernel_as_tensors(host: Host) -> None:
-    facts = host.run("scenarios_neighbours:containers")
-    if facts is None:
-        pytest.skip("this ComfyUI has no AttentionTensorContainer")
-    assert 0 < facts["error"] < 0.03
-    assert facts["consumed"] == [True, True, True]
-    assert kernels(facts["run"]) == {"int8_reference": 1}

@@ -33,12 +33,18 @@ class TinyModel:
     text: tuple[int, int]
     pooled: int = 64
     masked_tokens: int | None = None
+    audio: tuple[int, ...] | None = None
+    """Of a model of video and sound: the latent of the sound."""
 
     def sample(self, model: Any = None, *, seed: int = 1, steps: int = 3, cfg: float = 3.0) -> torch.Tensor:
         """The latent that KSampler's own code samples with `model` (default: this one), a patched clone say."""
         latent = torch.zeros(self.latent)
+        if self.audio is not None:
+            from comfy.nested_tensor import NestedTensor
+
+            latent = NestedTensor([latent, torch.zeros(self.audio)])
         with torch.inference_mode():
-            return comfy.sample.sample(
+            sampled = comfy.sample.sample(
                 self.model if model is None else model,
                 comfy.sample.prepare_noise(latent, seed),
                 steps,
@@ -52,6 +58,7 @@ class TinyModel:
                 disable_pbar=True,
                 seed=seed,
             )
+        return sampled if self.audio is None else torch.cat([part.flatten() for part in sampled.unbind()])
 
 
 def conditioning(tokens: int, dim: int, pooled: int, seed: int, masked_tokens: int | None = None) -> list[Any]:
@@ -129,6 +136,18 @@ def qwen_image() -> TinyModel:
     sizes = {"num_layers": 1, "attention_head_dim": 64, "num_attention_heads": 2, "joint_attention_dim": 64}
     rest = {"axes_dims_rope": (16, 24, 24), "image_model": "qwen_image"}
     return _built("QwenImage", sizes | rest, latent=(1, 16, 1, 16, 16), text=(8, 64), masked_tokens=3)
+
+
+def minimax_h3() -> TinyModel:
+    """Video and sound, 2 heads of 64 over 56 tokens, whose attention calls come in containers; 0.33 and newer."""
+    sizes = {"hidden_size": 128, "ffn_hidden_size": 128, "text_dim": 64, "latents_dim": 24, "audio_latents_dim": 32}
+    blocks = {"num_layers": 2, "token_refiner_num_layers": 1, "num_attention_heads": 2, "attention_head_dim": 64}
+    times = {"timestep_input_dim": 32, "time_embed_hidden_size": 64, "time_embed_dim": 64, "rope_inv_freq_len": 8}
+    shapes: dict[str, Any] = {"latent": (1, 24, 2, 8, 8), "audio": (1, 32, 2, 8), "text": (8, 64)}
+    tiny = _built("MiniMaxH3", sizes | blocks | times | {"image_model": "minimax_h3"}, **shapes)
+    frequencies = tiny.model.model.diffusion_model.rope.inv_freq  # a buffer that only a file fills
+    frequencies.copy_(10000.0 ** -(torch.arange(len(frequencies)) / len(frequencies)))
+    return tiny
 
 
 ALL: dict[str, Callable[[], TinyModel]] = {
