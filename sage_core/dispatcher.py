@@ -153,7 +153,7 @@ class Dispatcher:
         device = query.peek().device
         output = plan.release(query, key, value)
         if isinstance(output, Refusal):
-            forward.plans[-1] = self._after_failure(plan, output, forward, device)
+            self._after_failure(plan, output, forward, device)
             raise GivenAway(output.detail)
         if self._failing:
             self.session.succeeded(plan.kernel, device)

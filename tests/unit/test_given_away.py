@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sage_core.forwards import Review
+from sage_core.dispatcher import UNREADABLE
+from sage_core.forwards import Forward, Review
+from sage_core.stats import Stats
 from tests.unit.conftest import KERNEL, Executor, attention, comfy_arguments, served
 from tests.unit.test_containers import CALLS, FORWARDS, STEPS, Held, equal, of_native, of_tensors, patched
 
@@ -226,6 +228,55 @@ def test_a_rescue_finds_the_site_although_the_broken_model_call_released_its_ten
     assert run["forwards"] == FORWARDS + 1
     assert run["comparison_calls"] == (2 if error else 0)
     assert run["calls"] + run["comparison_calls"] == model.calls_of_model()
+
+
+def test_a_second_rescue_keeps_the_tensors_too():
+    """Its native calls are known by then, and are none to hand on unseen."""
+
+    class Breaking(Held):
+        broken = None
+
+        def call(self, site, attend, options):
+            self.breaks = site == self.broken
+            return super().call(site, attend, options)
+
+    model = Breaking()
+    comfy, _ = patched(model, spoil=lambda *call: attention(*call) * (float("nan") if model.breaks else 1))
+    comfy.sample(STEPS, lambda step, *_: setattr(model, "broken", {0: 1, 1: 2}.get(step)))
+    run = comfy.run()
+    assert run["rescued_forwards"] == 2
+    left = [event["text"].rpartition("; ")[2] for event in run["events"]]
+    assert left == [f"{KERNEL} left 1 sites"] * 2
+    comfy.sample(STEPS)
+    assert served(comfy.run()) == {KERNEL: FORWARDS, "native": 2 * FORWARDS}
+
+
+def test_blocks_are_counted_from_the_first_one_again():
+    policy = {"skip_blocks": frozenset({2})}
+    comfy, _ = patched(Held(), once("attend", 2, FileNotFoundError("a cache")), **policy)
+    outputs = comfy.sample(STEPS)
+    assert served(comfy.run()) == {KERNEL: 2 * FORWARDS, "native": FORWARDS}
+    assert equal(outputs, of_tensors(policy))
+
+
+def test_what_a_forward_gathered_is_forgotten_when_it_begins_again():
+    forward = Forward(Stats().open(None, None), None)
+    fresh = {name: getattr(forward, name) for name in Forward.__slots__}
+    forward.plans.append(UNREADABLE)
+    forward.seen.append((0, UNREADABLE, torch.zeros(5)))
+    forward.block, forward.block_number = ("double", 0), 3
+    forward.begin_again()
+    assert {name: getattr(forward, name) for name in Forward.__slots__} == {**fresh, "plans": [], "seen": []}
+
+
+def test_a_call_that_was_released_and_went_well_ends_a_row_of_file_errors():
+    comfy, _ = patched(Held())
+    comfy.sample(STEPS)
+    failing = comfy.dispatcher.session.failing
+    failing[KERNEL, "cpu"] = 2  # by another model on the same kernel
+    comfy.sample(STEPS[:2])
+    assert served(comfy.run()) == {KERNEL: CALLS}
+    assert failing == {}
 
 
 def test_a_model_call_that_is_planned_again_is_made_again_as_well(monkeypatch):
