@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from sage_core.backends.base import Kernel
+from sage_core.dispatcher import describe_function
 from tests.unit.conftest import (
     KERNEL,
     FakeComfy,
@@ -54,6 +55,9 @@ class ContainerComfy(FakeComfy):
         dispatcher._optimized_attention = lambda: self.attention
 
     def wrap_attn(self):
+        def func(*args, **kwargs):
+            return self.native(*args, **kwargs)
+
         def wrapper(*args, **kwargs):
             held = args[:3] if isinstance(args[0], Container) else ()
             if "_inside_attn_wrapper" not in kwargs:
@@ -62,13 +66,13 @@ class ContainerComfy(FakeComfy):
                 if override is not None:
                     if held and hasattr(override, "container_function"):
                         return override.container_function(*args, **kwargs)
-                    return override(self.native, *(each.take() for each in held), *args[len(held) :], **kwargs)
+                    return override(func, *(each.take() for each in held), *args[len(held) :], **kwargs)
             self.unopened += bool(held)
             if held and wrapper.container_function is not None:
                 return wrapper.container_function(*args, **kwargs)
             return self.native(*(each.take() for each in held), *args[len(held) :], **kwargs)
 
-        wrapper.container_function = None
+        wrapper.container_function, wrapper.__wrapped__ = None, func
         return wrapper
 
 
@@ -277,7 +281,7 @@ def test_the_override_that_was_there_before_gets_native_calls_as_comfyui_would_h
     calls = []
 
     def previous(func, *args, **kwargs):
-        calls.append((func is comfy.native or func is comfy.attention, [type(arg).__name__ for arg in args[:3]]))
+        calls.append((func in (comfy.attention, comfy.attention.__wrapped__), [type(arg).__name__ for arg in args[:3]]))
         assert kwargs["_inside_attn_wrapper"]
         return func(*args, **kwargs) * 0.5
 
@@ -346,6 +350,20 @@ def test_arguments_that_no_attention_function_has_go_to_native_as_they_are(insid
     assert all(call == (["Tensor"] * 3, 9) for call in received)
     assert served(comfy.run()) == {"native": len(outputs) * CALLS}
     assert {refusal["code"] for refusal in comfy.run()["refusals"]} == {"unknown_argument"}
+
+
+def test_an_override_is_named_without_the_folders_of_its_pack():
+    def theirs(func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    theirs.__qualname__ = "patch.<locals>.theirs"
+    dispatcher = patched(Held())[0].dispatcher
+    for folder in ("/home/me/ComfyUI/custom_nodes/", "C:\\Users\\me\\ComfyUI\\custom_nodes\\"):
+        theirs.__module__ = f"{folder}ComfyUI-Other.nodes.sage"
+        assert describe_function(theirs) == "ComfyUI-Other.nodes.sage.patch.<locals>.theirs"
+    assert describe_function(dispatcher) == "another Apply SageAttention"
+    assert describe_function(Held()) == "tests.unit.test_containers.Held"
+    assert describe_function(None) == "nothing"
 
 
 @pytest.mark.parametrize("known", [True, False])
