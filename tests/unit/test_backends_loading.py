@@ -6,6 +6,7 @@ Each package here is written to a folder of its own and imported like any other;
 from __future__ import annotations
 
 import sys
+import weakref
 
 import pytest
 import torch
@@ -330,3 +331,47 @@ def test_comfy_kitchen_without_a_declared_mask_takes_none(install):
         "comfy_kitchen", {"__init__.py": KITCHEN.replace("attn_mask=None", "**kwargs").replace("attn_mask))", "0))")}
     )
     assert load("comfy_kitchen_int8", "sm90").options == {"enable_gqa"}
+
+
+HALVES = """
+    def prequantize_int8_attention(q, k, v, *, scale=None, attn_mask=None):
+        return tuple(q.shape), scale, q * 2, k * 3, v * 5
+
+    def int8_attention_from_prequantized(quantized):
+        shape, scale, q, k, v = quantized
+        calls.append((shape, scale))
+        return q + k + v
+"""
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_the_halves_of_comfy_kitchen_are_handed_hnd_and_hold_no_tensor(install, layout):
+    install("comfy_kitchen", {"__init__.py": KITCHEN + HALVES})
+    prepare = load("comfy_kitchen_int8", "sm90").prepare
+    tensors = [torch.randn(1, 5, 2, 64) if layout == "NHD" else torch.randn(1, 2, 5, 64) for _ in range(3)]
+    expected = tensors[0] * 2 + tensors[1] * 3 + tensors[2] * 5
+    held = [weakref.ref(tensor) for tensor in tensors]
+    attend = prepare(*tensors, tensor_layout=layout, sm_scale=0.5)
+    del tensors
+    assert [tensor() for tensor in held] == [None, None, None]
+    assert sys.modules["comfy_kitchen"].calls == []
+    assert torch.equal(attend(), expected)
+    assert sys.modules["comfy_kitchen"].calls == [((1, 2, 5, 64), 0.5)]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        KITCHEN,
+        KITCHEN + HALVES.replace("prequantize_int8_attention", "prequantize"),
+        KITCHEN + HALVES.replace("from_prequantized", "from"),
+        KITCHEN + HALVES.replace("scale=None, ", "").replace("scale, q * 2", "0, q * 2"),
+    ],
+)
+def test_comfy_kitchen_without_its_halves_serves_in_one(install, source):
+    install("comfy_kitchen", {"__init__.py": source})
+    kernel = load("comfy_kitchen_int8", "sm90")
+    assert kernel.prepare is None
+    assert torch.equal(
+        kernel.function(torch.ones(1, 2, 5, 64), 1, 1, tensor_layout="HND", sm_scale=1.0), torch.ones(1, 2, 5, 64)
+    )
