@@ -184,7 +184,8 @@ def test_fastest_accurate_kernel_serves_and_cold_warm_and_restarted_runs_are_the
         assert times == {NATIVE: 1000.0, "exact": 600.0, "slow": 5000.0, "good": 200.0, "wrong": 100.0}
         assert "wrong is off by relative L2 0.5" in codes(run)["accuracy"]
         details = [entry["detail"] for entry in run["refusals"] if entry["code"] == "not_worthwhile"]
-        assert any("slow takes 5e+03 ms" in detail for detail in details)
+        # a fifth of the calls is checked, and the clock of the scenario gives a check the second that native takes
+        assert any("slow takes 5.2e+03 ms with its checks; exact takes 600 ms" in detail for detail in details)
     if model == "flux":
         assert facts["chosen by name"] == facts["latents"][0]
 
