@@ -144,7 +144,7 @@ def _native_kernel(raises: Callable[[int], Exception | None]) -> Callable[..., A
 
 
 def failing_kernel(message: str, kind: str, first: int, times: int = 1) -> dict[str, Any]:
-    """A kernel that raises ``times`` times from its ``first`` call on; those of the two trials before a run count, too."""
+    """A kernel that raises ``times`` times from call ``first`` on; the calls of the two trials before a run count."""
     tiny = tiny_models.wan()
     raised = []
 

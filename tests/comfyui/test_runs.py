@@ -130,7 +130,7 @@ def test_sampler_callback_gets_what_it_gets_without_the_node(host: Host) -> None
 
 
 def test_out_of_memory_leaves_the_rest_of_the_run_to_native_and_the_next_run_tries_again(host: Host) -> None:
-    """The kernel is tried with two calls before the first one of each of the two shapes: number 6 is the model's third."""
+    """The kernel is tried with two calls before the first of each of the two shapes: call 6 is the model's third."""
     facts = host.run("scenarios_runs:failing_kernel", kind="memory", message="CUDA out of memory", first=6)
     assert facts["latents"] == [facts["native"]] * 2
     assert facts["raised"] == 1
