@@ -188,7 +188,7 @@ class CandidateFinder:
 
         def check() -> object:
             try:
-                return look(*call[:3], call.mask, output)
+                return look(*call[:3], call.mask)(output)
             except Exception as error:  # memory may be too short for it
                 return explain(error, CHECK)
 

@@ -6,7 +6,7 @@ The norms are computed on the device and read later, so that a check inside a fo
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -68,34 +68,46 @@ def site_norms(call: AttentionCall, spec: AttentionSpec, output: Tensor, exact: 
     without it PyTorch's attention in the call's own dtype is the reference, a few times faster and off by 0.002 in
     bf16. Which of its kernels that is, PyTorch decides, and some count in 32 bits: beyond those it is not asked.
     """
+    return site_check(call, spec, exact)(output)
+
+
+def site_check(call: AttentionCall, spec: AttentionSpec, exact: bool) -> Callable[[Tensor], Tensor]:
+    """``site_norms`` up to the output: the function takes it, and holds none of query, key, value and mask."""
+    rows, split = _rows(spec.qo_len, call.query.device), call.skip_output_reshape
+    reference = _reference(call, spec, rows, exact)
+
+    def norms_of(output: Tensor) -> Tensor:
+        sampled = _heads_first(output, spec.head_dim, split).index_select(2, rows).float()
+        # few launches, as a forward has a check at each site; in fp64, where no square overflows or vanishes
+        columns = torch.stack((sampled - reference, reference, sampled))
+        dtype = torch.float32 if columns.device.type == "mps" else torch.float64
+        norms: Tensor = torch.linalg.vector_norm(columns, dim=(-2, -1), dtype=dtype)
+        return norms.flatten()
+
+    return norms_of
+
+
+def _reference(call: AttentionCall, spec: AttentionSpec, rows: Tensor, exact: bool) -> Tensor:
+    """Attention of the sampled rows of query, in fp32: (batch, heads, rows, head_dim)."""
     query, key, value = (_heads_first(tensor, spec.head_dim, call.skip_reshape) for tensor in call[:3])
-    output = _heads_first(output, spec.head_dim, call.skip_output_reshape)
-    rows = _rows(spec.qo_len, query.device)
     mask = None if call.mask is None else _one_of_each(four_axes(call.mask))
     reached = spec.max_offset
     if mask is not None:
         reached = max(reached, mask[:, :, : len(rows)].numel() - 1)
     if exact or reached > MAX_OFFSET_32_BIT:
-        reference = exact_attention(query, key, value, "HND", spec.softmax_scale, mask, rows)
-    else:
-        if mask is not None and mask.shape[2] > 1:
-            mask = mask.index_select(2, rows)
-        if mask is not None and mask.dtype is not torch.bool:
-            mask = mask.to(query.dtype)  # PyTorch's attention adds no other dtype
-        reference = scaled_dot_product_attention(
-            query.index_select(2, rows),
-            key,
-            value,
-            attn_mask=mask,
-            scale=spec.softmax_scale,
-            enable_gqa=spec.enable_gqa,
-        ).float()
-    output = output.index_select(2, rows).float()
-    # few launches, as a forward has a check at each site; in fp64, where no square overflows or vanishes
-    columns = torch.stack((output - reference, reference, output))
-    dtype = torch.float32 if columns.device.type == "mps" else torch.float64
-    norms: Tensor = torch.linalg.vector_norm(columns, dim=(-2, -1), dtype=dtype)
-    return norms.flatten()
+        return exact_attention(query, key, value, "HND", spec.softmax_scale, mask, rows)
+    if mask is not None and mask.shape[2] > 1:
+        mask = mask.index_select(2, rows)
+    if mask is not None and mask.dtype is not torch.bool:
+        mask = mask.to(query.dtype)  # PyTorch's attention adds no other dtype
+    return scaled_dot_product_attention(
+        query.index_select(2, rows),
+        key,
+        value,
+        attn_mask=mask,
+        scale=spec.softmax_scale,
+        enable_gqa=spec.enable_gqa,
+    ).float()
 
 
 def _one_of_each(mask: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from .comparing import lasting_obstacle, obstacle, own_control
 from .compiled import GraphCalls, call_in_graph, is_compiled
 from .device import RandomState, waiter
 from .failure import GivenAway
-from .forwards import Forward, Review, check_sites
+from .forwards import Forward, Review, begin_check, check_sites, end_check
 from .outputs import tensors_of
 from .planning import Planner, block_key
 from .plans import Place, Plans
@@ -151,12 +151,16 @@ class Dispatcher:
         if plan.release is None:
             return self._native_of_containers((query, key, value), args, kwargs)
         device = query.peek().device
+        check = None
+        if forward.watch is check_sites:
+            check = begin_check(forward, plan, (query.peek(), key.peek(), value.peek(), None))
         output = plan.release(query, key, value)
         if isinstance(output, Refusal):
             self._after_failure(plan, output, forward, device)
             raise GivenAway(output.detail)
         if self._failing:
             self.session.succeeded(plan.kernel, device)
+        end_check(forward, len(forward.plans) - 1, plan, check, output)
         return output  # type: ignore[no-any-return]
 
     def _plan_for(self, forward: Forward, *args: Any, **kwargs: Any) -> Plan | None:
@@ -506,7 +510,7 @@ def _native_plan(code: RefusalCode, detail: str) -> Plan:
 
 def _needs_tensors(forward: Forward, plan: Plan) -> bool:
     """Whether the kernel, or who watches the forward, needs query, key and value after attention has begun."""
-    if forward.watch is not None and (plan.look is not None or forward.watch is not check_sites):
+    if forward.watch not in (None, check_sites):
         return True
     return plan.serve is not None and plan.release is None
 

@@ -55,6 +55,9 @@ class Forward:
 Watch = Callable[[Forward, int, Plan, "tuple[Any, ...]", "torch.Tensor | None"], None]
 """watch(forward, site, plan, (query, key, value, mask), output)."""
 
+Check = Callable[[torch.Tensor], torch.Tensor]
+"""check(output) -> errors, on the device."""
+
 RunForward = Callable[[Forward], Any]
 """Runs the model once more as that forward; gives its output."""
 
@@ -239,12 +242,33 @@ def _needs_a_look(forward: Forward) -> bool:
 
 def check_sites(forward: Forward, site: int, plan: Plan, tensors: tuple[Any, ...], output: torch.Tensor | None) -> None:
     """The watch of a forward whose quantized sites are checked again."""
-    if plan.look is None or output is None:
+    if output is not None:
+        end_check(forward, site, plan, begin_check(forward, plan, tensors), output)
+
+
+def begin_check(forward: Forward, plan: Plan, tensors: tuple[Any, ...]) -> Check | None:
+    """The check of a call up to its output, which holds none of (query, key, value, mask); None where none is made."""
+    if plan.look is None:
+        return None
+    try:
+        return plan.look(*tensors)  # type: ignore[no-any-return]
+    except Exception as error:  # a check that memory is too short for must not cost the run
+        _leave_out(forward, error)
+        return None
+
+
+def end_check(forward: Forward, site: int, plan: Plan, check: Check | None, output: torch.Tensor) -> None:
+    """Note what the check makes of the output, to be read when the forward is over."""
+    if check is None:
         return
     try:
-        forward.seen.append((site, plan, plan.look(*tensors, output)))
-    except Exception as error:  # a check that memory is too short for must not cost the run
-        forward.run.note_once(f"a check was left out: {explain(error, 'the check').detail}")
+        forward.seen.append((site, plan, check(output)))
+    except Exception as error:  # as in begin_check
+        _leave_out(forward, error)
+
+
+def _leave_out(forward: Forward, error: Exception) -> None:
+    forward.run.note_once(f"a check was left out: {explain(error, 'the check').detail}")
 
 
 def _suspect(plans: list[Plan]) -> Watch:

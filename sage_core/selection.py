@@ -67,7 +67,8 @@ class Plan:
     """``serve`` for ComfyUI's containers, which it empties; None where the kernel keeps its tensors to the end."""
 
     look: Callable[..., Any] | None = None
-    """(query, key, value, mask, output) -> errors on the device, for a later check; None for exact kernels."""
+    """(query, key, value, mask) -> the function that makes an output into errors on the device, and holds none of them:
+    for a later check; None for exact kernels."""
 
     times: Mapping[str, Timing] = field(default_factory=dict)
     """What a call like this costs with each kernel that was measured."""

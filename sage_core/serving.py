@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .call import AttentionCall, Tensors, four_axes, shaping
-from .checking import site_norms
+from .checking import site_check
 from .device import on_device
 from .failure import explain
 from .pieces import Piece, pieces
@@ -113,16 +113,15 @@ def _splitter(call: AttentionCall, spec: AttentionSpec) -> Callable[..., Tensors
     return lambda *tensors: tuple(tensor.unflatten(-1, (-1, head_dim)).transpose(1, 2) for tensor in tensors)
 
 
-def looker(call: AttentionCall, spec: AttentionSpec) -> Callable[..., torch.Tensor]:
-    """The function that checks an output of calls like ``call`` in the middle of a run."""
+def looker(call: AttentionCall, spec: AttentionSpec) -> Callable[..., Callable[[torch.Tensor], torch.Tensor]]:
+    """The function that begins the check of a call like ``call`` in the middle of a run; see ``site_check``."""
     flags = {"skip_reshape": call.skip_reshape, "skip_output_reshape": call.skip_output_reshape}
     heads = call.heads
 
     def look(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, output: torch.Tensor
-    ) -> torch.Tensor:
-        again = AttentionCall.from_comfy(query, key, value, heads, mask, None, **flags)
-        return site_norms(again, spec, output, exact=False)
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> Callable[[torch.Tensor], torch.Tensor]:
+        return site_check(AttentionCall.from_comfy(query, key, value, heads, mask, None, **flags), spec, exact=False)
 
     return look
 

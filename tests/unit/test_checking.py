@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_core import checking, planning, serving
 from sage_core.accuracy import compare, exact_attention, sample_rows
 from sage_core.blockwise import element_limit
-from sage_core.checking import SiteAccuracy, site_norms
+from sage_core.checking import SiteAccuracy, site_check, site_norms
 from sage_core.refusal import RefusalCode
 from tests.unit.conftest import (
     CPU,
@@ -523,12 +523,15 @@ def test_the_next_kernel_takes_the_site_that_another_left():
 def test_a_run_is_checked_four_times_and_no_more(monkeypatch):
     checks = []
 
-    def counting(call, spec, output, exact=True):
-        checks.append((comfy.run()["steps"], exact))
-        return site_norms(call, spec, output, exact)
+    def counting(function, exact):
+        def counted(*args, **kwargs):
+            checks.append((comfy.run()["steps"], exact))
+            return function(*args, **kwargs)
 
-    for module in (planning, serving):
-        monkeypatch.setattr(module, "site_norms", counting)
+        return counted
+
+    monkeypatch.setattr(planning, "site_norms", counting(site_norms, exact=True))
+    monkeypatch.setattr(serving, "site_check", counting(site_check, exact=False))
     machine = Machine()
     machine.add("a", 1.0)
     machine.add("exact", 1.0, exact=True)

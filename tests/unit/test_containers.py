@@ -19,6 +19,7 @@ from tests.unit.conftest import (
     fake_backend,
     make_dispatcher,
     normal,
+    off_by,
     served,
 )
 
@@ -230,15 +231,56 @@ def test_a_call_that_cannot_be_released_is_opened_and_served(name):
     assert equal(outputs, of_tensors(scenario.get("patched"), **scenario.get("model", {})))
 
 
-def test_steps_in_which_sites_are_checked_keep_the_tensors():
+EIGHT_STEPS = [step / 8 for step in range(8, -1, -1)]
+"""The first, third, fifth and seventh are those with checks."""
+
+
+def test_steps_in_which_sites_are_checked_release_the_tensors_too():
     model = Held()
-    comfy, kernel = patched(model, tolerance=0.1)
-    comfy.sample([step / 8 for step in range(8, -1, -1)])
+    rough = {"tolerance": fake_backend().tolerance._replace(relative_l2=0.1)}
+    comfy, kernel = patched(model, spoil=off_by(0.03), support=rough, tolerance=0.1)
+    outputs = comfy.sample(EIGHT_STEPS)
     assert served(comfy.run()) == {KERNEL: 8 * CALLS}
-    # of eight steps the first, third, fifth and seventh are checked
-    assert kernel.alive == [[False] * 3] * 4 * CALLS
-    comfy.sample(STEPS[-2:])
-    assert len(kernel.alive) == 4 * CALLS
+    assert kernel.alive == [[False] * 3] * 7 * CALLS  # the first forward is planned with its tensors
+    in_tensors, _ = patched(Held(contained=False), spoil=off_by(0.03), support=rough, tolerance=0.1)
+    assert equal(outputs, in_tensors.sample(EIGHT_STEPS))
+    found, expected = ([site["accuracy"] for site in run["sites"]] for run in (comfy.run(), in_tensors.run()))
+    assert found == expected
+    assert len(found) == CALLS
+    assert all(0.02 < each["worst_head_relative_l2"] < 0.04 for each in found)
+
+
+def test_a_site_that_drifts_later_in_a_run_loses_its_kernel_as_with_tensors():
+    runs = []
+    for contained in (True, False):
+        calls = []
+
+        def drifting(*call, calls=calls):
+            calls.append(call)
+            return attention(*call) * (1.5 if len(calls) > 5 * CALLS else 1.0)
+
+        comfy, _ = patched(Held(contained=contained), spoil=drifting, tolerance=0.1)
+        comfy.sample(EIGHT_STEPS)
+        run = comfy.run()
+        runs.append((served(run), run["refusals"], [site["accuracy"] for site in run["sites"]], run["events"]))
+    assert runs[0][0]["native"] > 0
+    assert [entry["code"] for entry in runs[0][1]] == ["accuracy"]
+    assert runs[0] == runs[1]
+
+
+def test_a_check_that_memory_is_too_short_for_is_left_out(monkeypatch):
+    def short(call, spec, exact):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    comfy, _ = patched(Held(), tolerance=0.1)
+    comfy.sample(EIGHT_STEPS)
+    monkeypatch.setattr("sage_core.serving.site_check", short)
+    outputs = comfy.sample(EIGHT_STEPS)
+    assert served(comfy.run()) == {KERNEL: 8 * CALLS}
+    assert [event["text"] for event in comfy.run()["events"]] == [
+        "a check was left out: the check raised OutOfMemoryError: CUDA out of memory"
+    ]
+    assert len(outputs) == 8
 
 
 ONE_NATIVE = {"by_site": {1: {"low_precision_attention": False}}}

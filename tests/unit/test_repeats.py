@@ -106,16 +106,18 @@ def test_running_out_of_memory_natively_while_comparing_costs_the_comparison_onl
 def test_running_out_of_memory_in_a_check_does_not_cost_the_run(failing, monkeypatch):
     """In the check before a kernel serves (1), and in one in the middle of a run (2)."""
     checks = []
-    site_norms = planning.site_norms
 
-    def short_of_memory(*args, **kwargs):
-        checks.append(1)
-        if len(checks) == failing:
-            raise torch.OutOfMemoryError("out of memory")
-        return site_norms(*args, **kwargs)
+    def short_of_memory(check):
+        def checking(*args, **kwargs):
+            checks.append(1)
+            if len(checks) == failing:
+                raise torch.OutOfMemoryError("out of memory")
+            return check(*args, **kwargs)
 
-    for module in (planning, serving):
-        monkeypatch.setattr(module, "site_norms", short_of_memory)
+        return checking
+
+    monkeypatch.setattr(planning, "site_norms", short_of_memory(planning.site_norms))
+    monkeypatch.setattr(serving, "site_check", short_of_memory(serving.site_check))
     comfy = FakeComfy(make_dispatcher(fake_backend(), tolerance=0.1), plain_model(calls=1))
     for _ in range(3):
         comfy.sample((1.0, 0.0))
