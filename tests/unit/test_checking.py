@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections import defaultdict
 
@@ -121,6 +122,16 @@ def test_errors_are_those_of_the_sampled_rows(skip_reshape, skip_output_reshape,
     assert found.worst_head_relative_l2 == pytest.approx(0.25, rel=1e-4)
     assert found.relative_l2 == pytest.approx(expected.relative_l2, rel=1e-4)
     assert found.cosine == pytest.approx(expected.cosine, rel=1e-5)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_check_leaves_nothing_on_the_device(exact):
+    call = make_call(qo_len=300)
+    spec, _ = call.read("cpu")
+    away = call._replace(**{role: getattr(call, role).to("meta") for role in ("query", "key", "value")})
+    assert site_norms(away, spec, away.query, exact).is_meta
+    del away
+    assert [thing.shape for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.is_meta] == []
 
 
 ROWS = len(sample_rows(300))
