@@ -92,7 +92,7 @@ def table(request: pytest.FixtureRequest) -> Table:
     return request.config.stash[TABLE]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def note(request: pytest.FixtureRequest) -> Callable[[str], None]:
     """note(text): a line for the end of the run, also when the test fails."""
     return request.config.stash[NOTES].append

@@ -6,10 +6,13 @@ Scenarios run in processes of their own (processes.py), where ComfyUI may be imp
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import comfy.model_management as management
 import comfy.model_patcher
@@ -24,6 +27,8 @@ from tests.gpu.processes import Missing as NotHere
 CPU = torch.device("cpu")
 PREVIEW = "int8_reference"
 STEPS = 3
+FRAMES = 14
+"""Calls shown of each block: from the allocation out to the node or the sampler that led there."""
 
 
 def small(name: str, **unet: Any) -> Line:
@@ -43,6 +48,7 @@ WAN_SMALL = small("wan-480p", **TINY_WAN)
 def start(measurements: Path, *, dynamic_vram: bool) -> None:
     """A session that knows nothing yet, and the second half of what ComfyUI's main.py does for dynamic VRAM."""
     comfyui.new_session(measurements)
+    gc.freeze()  # each collection from now on would look at all that was imported: a quarter of a second
     if management.args.cpu:
         torch.set_num_threads(1)  # models this small only lose by more
     if not dynamic_vram:
@@ -71,7 +77,22 @@ def _gpus() -> list[torch.device]:
 def build(line: Line, steps: int = STEPS) -> Sampling:
     """The model with its weights on the host, where ComfyUI loads it from and unloads it to."""
     device = management.get_torch_device()
-    return Sampling.build(line, device, tiny=device.type == "cpu", steps=steps, offload=CPU)
+    memory = sys.modules.get("comfy.memory_management")  # older ComfyUI has none
+    # with dynamic VRAM layers are made without weights, and there would be none to fill
+    with patch.object(memory, "aimdo_enabled", False, create=True) if memory else nullcontext():
+        return Sampling.build(line, device, tiny=device.type == "cpu", steps=steps, offload=CPU)
+
+
+def loaded_anew(sampling: Sampling) -> Sampling:
+    """A model of the same weights as ComfyUI's loader makes it: with dynamic VRAM its layers have none, and take those
+    given as they are. ``sampling``'s model must be on the host."""
+    weights = dict(sampling.model.model.diffusion_model.state_dict())
+    with torch.inference_mode():  # as in all nodes
+        model = sampling.model.model.model_config.get_model(weights)
+        ends = {"load_device": sampling.model.load_device, "offload_device": CPU}
+        patcher = comfy.model_patcher.CoreModelPatcher(model, **ends)
+        model.load_model_weights(weights, assign=patcher.is_dynamic())
+    return replace(sampling, model=patcher)
 
 
 def session() -> Any:
@@ -157,6 +178,29 @@ def allocated() -> int:
         return 0
     torch._C._cuda_clearCublasWorkspaces()
     return torch.cuda.memory_allocated()
+
+
+def record_allocations() -> None:
+    """Have PyTorch remember where each block of the GPU's memory was asked for, for ``blocks_in_use``."""
+    if not management.args.cpu:
+        torch.cuda.memory._record_memory_history("state", context="state", stacks="python")
+
+
+def blocks_in_use() -> list[str]:
+    """Each block that something holds: its size, and the calls that led to it, the innermost first."""
+    if management.args.cpu:
+        return []
+    return [_described(block) for block in _active(torch.cuda.memory._snapshot())]
+
+
+def _active(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
+    return [block for block in blocks if block["state"] != "inactive"]
+
+
+def _described(block: dict[str, Any]) -> str:
+    frames = [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in block.get("frames", [])[:FRAMES]]
+    return "\n    ".join([f"{block['size']} bytes, {block['state']}", *(frames or ["made before it was recorded"])])
 
 
 def distance(tensor: torch.Tensor, reference: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -22,7 +23,7 @@ from benchmarks import comfyui
 LIMIT_S = 180
 """Most take 5 to 15 s; the first use of a kernel may compile it."""
 LOG_LINES = 40
-IMPORTED_AHEAD = ("torch._dynamo", "transformers", "torchsde")
+IMPORTED_AHEAD = ("torch._dynamo", "transformers", "torchsde", "torchvision", "scipy.integrate")
 """What ComfyUI imports that takes long and leaves the GPU alone."""
 
 
@@ -36,6 +37,11 @@ class Scenario(NamedTuple):
     options: tuple[str, ...] = ()
     dynamic_vram: bool = False
     needs_gpu: str = ""
+
+    @property
+    def title(self) -> str:
+        function = self.function.partition(":")[2]
+        return " ".join([function, *(["with dynamic VRAM"] if self.dynamic_vram else []), *self.options])
 
 
 class Missing(Exception):
@@ -55,12 +61,15 @@ class Processes(AbstractContextManager["Processes"]):
         self._to_come = list(dict.fromkeys(scenarios))
         self._ahead: dict[Scenario, Process] = {}
         self._found: dict[Scenario, dict[str, Any]] = {}
+        self.seconds: dict[Scenario, float] = {}
+        """How long each scenario took, whatever came of it."""
 
     def run(self, scenario: Scenario) -> dict[str, Any]:
         """What the scenario found; once, also when several tests ask. Raises Missing or ScenarioFailed."""
         if scenario in self._found:
             return self._found[scenario]
         self._to_come = [other for other in self._to_come if other != scenario]
+        start = time.perf_counter()
         process = self._ahead.pop(scenario, None) or Process(self._root, scenario, self._cpu)
         try:
             if self._to_come and not self._ahead:
@@ -68,6 +77,7 @@ class Processes(AbstractContextManager["Processes"]):
             self._found[scenario] = process.run()
         finally:
             process.end()
+            self.seconds[scenario] = time.perf_counter() - start
         return self._found[scenario]
 
     def __exit__(self, *_: object) -> None:

@@ -17,16 +17,18 @@ from benchmarks.lines import LINES, WAN
 from benchmarks.machine import Machine
 from benchmarks.sampling import Sampling
 from tests.gpu.inside import (
-    CPU,
     WAN_SMALL,
     allocated,
     attention_calls,
+    blocks_in_use,
     build,
     distance,
     events,
+    loaded_anew,
     patched,
     plans,
     quantized,
+    record_allocations,
     retired,
     session,
     settle,
@@ -34,8 +36,8 @@ from tests.gpu.inside import (
     warm,
 )
 
-STREAMED = small("wan-480p", dim=2048, ffn_dim=8192, num_heads=16, num_layers=4)
-"""Half a gigabyte of weights, so that what other programs take and give back meanwhile is little beside it."""
+STREAMED = small("wan-480p", dim=1536, ffn_dim=6144, num_heads=12, num_layers=4)
+"""A third of a gigabyte of weights, so that what other programs take and give back meanwhile is little beside it."""
 WIDE = replace(LINES["wan-480p"], unet={**WAN, "num_layers": 2}, latent=(1, 16, 11, 60, 104))
 """Two layers of Wan 14B in full width."""
 RUNS = 12
@@ -87,9 +89,8 @@ def short_of_memory() -> dict[str, Any]:
         with reserved(0):
             sample("full again", full, models)
     else:
-        dynamic = build(STREAMED)
-        ends = {"load_device": dynamic.model.load_device, "offload_device": CPU}
-        dynamic = replace(dynamic, model=comfy.model_patcher.CoreModelPatcher(dynamic.model.model, **ends))
+        management.unload_all_models()
+        dynamic = loaded_anew(full)
         models = {NATIVE: dynamic.model, **patched(dynamic.model)}
         for model in models.values():
             warm(dynamic, model)
@@ -100,12 +101,22 @@ def short_of_memory() -> dict[str, Any]:
 
 
 def unloaded_and_reloaded() -> dict[str, Any]:
-    """A model that ComfyUI takes out of memory between runs, in each of its ways."""
+    """A model that ComfyUI takes out of memory between runs, in each of its ways.
+
+    ``left`` are the blocks that were in use when the memory was first not what it was before.
+    """
+    record_allocations()
     sampling = build(WAN_SMALL)
     models = patched(sampling.model)
-    found: dict[str, Any] = {"calls": attention_calls(sampling), "models": {}, "allocated": []}
+    found: dict[str, Any] = {"calls": attention_calls(sampling), "models": {}, "allocated": [], "left": []}
+
+    def look() -> None:
+        found["allocated"].append(allocated())
+        if found["allocated"][-1] != found["allocated"][0] and not found["left"]:
+            found["left"] = blocks_in_use()
+
     management.unload_all_models()
-    found["allocated"].append(allocated())
+    look()
     ways = {
         "all": management.unload_all_models,
         "for memory": lambda: management.free_memory(1e30, sampling.model.load_device),
@@ -120,13 +131,13 @@ def unloaded_and_reloaded() -> dict[str, Any]:
             facts["loaded"].append(sampling.model.model.model_loaded_weight_memory)
             unload()
             facts["loaded"].append(sampling.model.model.model_loaded_weight_memory)
-            found["allocated"].append(allocated())
+            look()
             facts["distances"].append(distance(sampling.sample(model), first))
             facts["same plans"].append(plans(model) == made)
             facts["same measurements"].append(session().measurements.entries() == measured)
             facts["served"].append(dict(served(model)))
         management.unload_all_models()
-        found["allocated"].append(allocated())
+        look()
         found["models"][name] = facts
     return found
 

@@ -30,7 +30,7 @@ Facts = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
+def processes(request: pytest.FixtureRequest, note: Callable[[str], None]) -> Iterator[Processes]:
     try:
         root = comfyui.find(None)
     except SystemExit as absent:
@@ -39,6 +39,9 @@ def processes(request: pytest.FixtureRequest) -> Iterator[Processes]:
     scenarios = [each["facts"] for each in parameters if each and isinstance(each.get("facts"), Scenario)]
     with Processes(root, [each for each in scenarios if GPU or not each.needs_gpu], cpu=not GPU) as processes:
         yield processes
+    note("seconds of each scenario:")
+    for each, seconds in processes.seconds.items():
+        note(f"- {each.title}: {seconds:.1f}")
 
 
 @pytest.fixture
@@ -122,7 +125,7 @@ def test_weights_that_stream_from_the_host_change_no_call_and_no_bit(
 @scenario("scenarios_memory:unloaded_and_reloaded")
 def test_a_model_that_was_out_of_memory_is_served_as_before_and_leaves_nothing_there(facts: Facts) -> None:
     assert len(facts["allocated"]) == 1 + 4 * len(facts["models"])
-    assert set(facts["allocated"]) == {facts["allocated"][0]}
+    assert set(facts["allocated"]) == {facts["allocated"][0]}, "\n".join([str(facts["allocated"]), *facts["left"]])
     assert len(facts["models"]) == 2
     for kernel, of in facts["models"].items():
         assert [size == 0 for size in of["loaded"]] == [False, True] * 3
