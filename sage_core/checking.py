@@ -17,9 +17,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from .accuracy import exact_attention, sample_rows
 from .call import AttentionCall, four_axes
 from .refusal import Refusal, RefusalCode
-from .spec import AttentionSpec
-from .support import MAX_OFFSET_32_BIT
+from .spec import AttentionSpec, MaskKind
+from .support import HALF_DTYPES, MAX_OFFSET_32_BIT
 
+FLASH_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
+"""Where PyTorch's builds have flash attention."""
+BLOCKS_AT_ONCE = 256
+"""Thread blocks that fill a large GPU."""
+KEYS_IN_A_PART = 1_024
 SMOOTHING_GAIN = 0.9
 """Key smoothing costs a pass over key, so with it the error must fall below this share of the error without it."""
 
@@ -96,6 +101,8 @@ def _reference(call: AttentionCall, spec: AttentionSpec, rows: Tensor, exact: bo
         reached = max(reached, mask[:, :, : len(rows)].numel() - 1)
     if exact or reached > MAX_OFFSET_32_BIT:
         return exact_attention(query, key, value, "HND", spec.softmax_scale, mask, rows)
+    if (parts := _parts(spec)) > 1 and all(tensor.stride(-1) == 1 for tensor in (query, key, value)):
+        return _in_parts(query.index_select(2, rows), key, value, spec.softmax_scale, parts)
     if mask is not None and mask.shape[2] > 1:
         mask = mask.index_select(2, rows)
     if mask is not None and mask.dtype is not torch.bool:
@@ -108,6 +115,47 @@ def _reference(call: AttentionCall, spec: AttentionSpec, rows: Tensor, exact: bo
         scale=spec.softmax_scale,
         enable_gqa=spec.enable_gqa,
     ).float()
+
+
+def _parts(spec: AttentionSpec) -> int:
+    """In how many parts of the keys the sampled rows of a call attend; 1 where it is left to PyTorch as a whole.
+
+    A flash kernel has one thread block for all of a head's sampled rows, which goes through the keys one tile after the
+    other: most of the device is idle, for as long as each wave of a whole call takes.
+    """
+    is_plain = spec.mask_kind is MaskKind.NONE and not spec.enable_gqa
+    takes = spec.arch in FLASH_ARCHS and spec.dtype in HALF_DTYPES and spec.head_dim % 8 == 0 and spec.head_dim <= 256
+    if not (is_plain and (takes or spec.arch == "cpu")):
+        return 1
+    wanted = -(-BLOCKS_AT_ONCE // (spec.batch_size * spec.num_qo_heads))
+    return max(min(wanted, spec.kv_len // KEYS_IN_A_PART), 1)
+
+
+def _in_parts(query: Tensor, key: Tensor, value: Tensor, sm_scale: float, parts: int) -> Tensor:
+    """Attention of a few rows of query, in fp32: each part of the keys apart, put together by their sums of weights."""
+    length = key.shape[2] // parts
+    end = parts * length
+    found = []
+    for entry in range(query.shape[0]):
+        rows = query[entry, None].expand(parts, -1, -1, -1)
+        keys, values = (tensor[entry, :, :end].unflatten(1, (parts, length)).transpose(0, 1) for tensor in (key, value))
+        outputs, sums = _flash(rows, keys, values, sm_scale)
+        if end < key.shape[2]:
+            rest = _flash(query[entry, None], key[entry, None, :, end:], value[entry, None, :, end:], sm_scale)
+            outputs, sums = torch.cat((outputs, rest[0])), torch.cat((sums, rest[1]))
+        found.append((torch.softmax(sums.float(), 0).unsqueeze(-1) * outputs.float()).sum(0))
+    return torch.stack(found)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
+    """PyTorch's flash attention with the logarithms of the sums of weights, which its public function keeps back."""
+    if query.is_cuda:
+        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=sm_scale)
+    else:
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, scale=sm_scale
+        )
+    return found[0], found[1]
 
 
 def _one_of_each(mask: Tensor) -> Tensor:

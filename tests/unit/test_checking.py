@@ -14,8 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sage_core import checking, planning, serving
 from sage_core.accuracy import compare, exact_attention, sample_rows
 from sage_core.blockwise import element_limit
-from sage_core.checking import SiteAccuracy, site_check, site_norms
+from sage_core.call import AttentionCall
+from sage_core.checking import KEYS_IN_A_PART, SiteAccuracy, site_check, site_norms
 from sage_core.refusal import RefusalCode
+from sage_core.spec import AttentionSpec, MaskKind
 from tests.unit.conftest import (
     CPU,
     TRIAL_CALLS,
@@ -122,6 +124,61 @@ def test_errors_are_those_of_the_sampled_rows(skip_reshape, skip_output_reshape,
     assert found.worst_head_relative_l2 == pytest.approx(0.25, rel=1e-4)
     assert found.relative_l2 == pytest.approx(expected.relative_l2, rel=1e-4)
     assert found.cosine == pytest.approx(expected.cosine, rel=1e-5)
+
+
+LONG_KEYS = 2 * KEYS_IN_A_PART + 37
+"""Two parts, and a rest."""
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"skip_reshape": True}, {"batch": 2}, {"scale": 0.05}, {"dtype": torch.bfloat16}]
+)
+def test_sampled_rows_attend_to_long_keys_in_parts_as_to_the_whole(options, monkeypatch):
+    (*tensors, heads), keywords = comfy_arguments(qo_len=40, kv_len=LONG_KEYS, head_dim=32, **options)
+    call = AttentionCall.from_comfy(*tensors, heads, **keywords)
+    spec, _ = call.read("cpu")
+    in_parts = []
+    flash = checking._flash
+    monkeypatch.setattr(checking, "_flash", lambda *given: in_parts.append(given[1].shape[-2]) or flash(*given))
+    rows = torch.arange(40)
+    found = checking._reference(call, spec, rows, exact=False)
+    assert in_parts == [KEYS_IN_A_PART + 18, 1] * spec.batch_size
+    expected = checking._reference(call, spec, rows, exact=True)
+    bound = 5e-3 if spec.dtype == "bfloat16" else 1e-5
+    assert ((found - expected).norm() / expected.norm()).item() < bound
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({}, 11),
+        ({"num_qo_heads": 10, "num_kv_heads": 10, "batch_size": 2}, 13),
+        ({"num_qo_heads": 300, "num_kv_heads": 300}, 1),
+        ({"kv_len": 4_608}, 4),
+        ({"kv_len": 2_047}, 1),
+        ({"num_kv_heads": 8}, 1),
+        ({"mask_kind": MaskKind.BOOL}, 1),
+        ({"head_dim": 36}, 1),
+        ({"head_dim": 264}, 1),
+        ({"dtype": "float32"}, 1),
+        ({"arch": "sm75"}, 1),
+        ({"arch": "gfx1201"}, 1),
+        ({"arch": "cpu", "dtype": "float32"}, 11),
+    ],
+)
+def test_keys_are_parted_to_fill_the_device_and_where_flash_attention_takes_them(changes, parts):
+    spec = AttentionSpec("sm90", "bfloat16", 1, 24, 24, 16_896, 16_896, 128)
+    assert checking._parts(spec._replace(**changes)) == parts
+
+
+def test_a_strided_head_dim_is_left_to_pytorch_as_a_whole(monkeypatch):
+    monkeypatch.setattr(checking, "_flash", None)
+    tensors = [torch.randn(1, 2, 16, LONG_KEYS).mT for _ in range(3)]
+    call = AttentionCall.from_comfy(*tensors, 2, skip_reshape=True)
+    spec, _ = call.read("cpu")
+    rows = torch.arange(8)
+    found, expected = (checking._reference(call, spec, rows, exact) for exact in (False, True))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("exact", [True, False])
