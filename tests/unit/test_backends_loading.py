@@ -25,7 +25,9 @@ SM90, FP8, FP16, TRITON = (
     "sageattn_qk_int8_pv_fp16_triton",
 )
 SAGE1 = "sageattn 1.x (triton)"
-ARCH = {SM90: "sm90", FP8: "sm89", FP16: "sm80", TRITON: "sm86", SAGE1: "sm86"}
+SM90_FUSED, FP8_FUSED = f"{SM90} (fused quantization)", f"{FP8} (fused quantization)"
+"""tests/unit/test_backends_fused.py has the rest about these."""
+ARCH = {SM90_FUSED: "sm90", FP8_FUSED: "sm89", SM90: "sm90", FP8: "sm89", FP16: "sm80", TRITON: "sm86", SAGE1: "sm86"}
 CUDA_12_8 = Environment(cuda="12.8", packages={})
 
 
@@ -87,8 +89,9 @@ def call(kernel: Kernel, **keywords):
 # SageAttention 2
 
 
-@pytest.mark.parametrize("name", [SM90, FP8, FP16, TRITON, SAGE1])
+@pytest.mark.parametrize("name", [SM90, SM90_FUSED, FP8, FP8_FUSED, FP16, TRITON, SAGE1])
 def test_missing_package_says_how_to_get_it(install, name):
+    install("triton", {"__init__.py": ""})
     install("sageattention", None)
     refusal = only_refusal(load(name))
     assert refusal.code is RefusalCode.NOT_INSTALLED
@@ -220,8 +223,9 @@ def test_a_fork_with_other_functions(install):
         ("import triton_that_is_not_there", "triton_that_is_not_there"),
     ],
 )
-@pytest.mark.parametrize("name", [FP8, SAGE1])
+@pytest.mark.parametrize("name", [FP8, FP8_FUSED, SAGE1])
 def test_a_package_that_breaks_while_it_is_imported(install, name, source, words):
+    install("triton", {"__init__.py": ""})
     install("sageattention", {"__init__.py": source})
     refusal = only_refusal(load(name))
     assert refusal.code is RefusalCode.BUILD
