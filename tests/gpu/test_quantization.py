@@ -103,13 +103,10 @@ def loaded(backend: Backend, form: Format) -> Kernel:
 
 def drawn(case: Case) -> list[Tensor]:
     """query, key and value in the case's layout."""
-    query, key, value = (
-        normal(2, length, heads, case.head_dim, seed=seed)
-        for seed, (length, heads) in enumerate(
-            zip(case.lengths[:1] + 2 * case.lengths[1:], case.heads[:1] + 2 * case.heads[1:], strict=True)
-        )
-    )
-    key += KEY_OFFSET * normal(case.head_dim, seed=9)
+    (heads, kv_heads), (qo_len, kv_len), dim = case.heads, case.lengths, case.head_dim
+    shapes = [(2, qo_len, heads, dim), (2, kv_len, kv_heads, dim), (2, kv_len, kv_heads, dim)]
+    query, key, value = (normal(*shape, seed=seed) for seed, shape in enumerate(shapes))
+    key += KEY_OFFSET * normal(dim, seed=9)
     tensors = [tensor.to(DEVICE, case.dtype) for tensor in (query, key, value)]
     if case.fused:
         return list(torch.stack(tensors, dim=2).unbind(2))
