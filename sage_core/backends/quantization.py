@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .base import KernelFunction, Prepare
+from .base import Prepare
 
 TILE = 128
 """Rows of query, key or value that one program quantizes: a multiple of every block that shares a scale."""
@@ -26,8 +26,6 @@ CHUNKS = 16
 HND, NOT_CAUSAL, NO_LSE = 1, 0, 0
 PER_WARP, PER_THREAD = 2, 3
 """The codes of tensor_layout, is_causal, return_lse and qk_quant_gran in the attention functions."""
-MOST_IN_PLACE = 2**30
-"""Elements of an output up to which every offset into its bytes has 32 bits, in which attention counts."""
 SMALLEST = tl.constexpr(1e-20)
 """What a scale is at least, before it is divided: a block of zeros stays zeros."""
 
@@ -50,9 +48,9 @@ class Blocks(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """query and key in INT8 as (batch, heads, seq, head_dim), value in fp8 E4M3 as (batch, heads, head_dim, seq),
-    head_dim padded to 64 or 128, value's seq padded and its order within 16 rows as the kernels want it; the factors to
-    multiply with, in fp32. Contiguous, but for query where it was given a place."""
+    """query and key in INT8 as (batch, heads, seq, head_dim), value in fp8 E4M3 as (batch, heads, head_dim, seq), all
+    contiguous, head_dim padded to 64 or 128, value's seq padded and its order within 16 rows as the kernels want it;
+    the factors to multiply with, in fp32."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -62,31 +60,9 @@ class Quantized(NamedTuple):
     value_scale: torch.Tensor
 
 
-def in_two(function: Callable[..., Any], blocks: Blocks) -> tuple[KernelFunction, Prepare]:
-    """A kernel of ``quantize`` and the compiled attention ``function`` on what came of it: whole, and in its halves."""
+def in_two(function: Callable[..., Any], blocks: Blocks) -> Prepare:
+    """A kernel in its two halves: ``quantize``, and the compiled attention ``function`` on what came of it."""
     granularity = PER_THREAD if blocks.per_thread else PER_WARP
-
-    def attend(quantized: Quantized, output: torch.Tensor, sm_scale: float) -> None:
-        integers, scales = quantized[:3], quantized[3:]
-        function(*integers, output, *scales, HND, NOT_CAUSAL, granularity, sm_scale, NO_LSE)
-
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        *,
-        tensor_layout: str,
-        sm_scale: float,
-        smooth_k: bool,
-    ) -> torch.Tensor:
-        output = query.new_empty((*query.shape[:-1], _padded(query.shape[-1])))
-        given = (output, query, key, value)
-        heads_first, query, key, value = (_heads_first(tensor, tensor_layout) for tensor in given)
-        # a thread block has read its rows of query before it writes them, and nobody else reads them: so the INT8 of
-        # query needs no memory of its own
-        place = heads_first.view(torch.int8)[..., : output.shape[-1]] if output.numel() <= MOST_IN_PLACE else None
-        attend(quantize(query, key, value, blocks, smooth_k, place), heads_first, sm_scale)
-        return output[..., : query.shape[-1]]
 
     def prepare(
         query: torch.Tensor,
@@ -97,45 +73,44 @@ def in_two(function: Callable[..., Any], blocks: Blocks) -> tuple[KernelFunction
         sm_scale: float,
         smooth_k: bool,
     ) -> Callable[[], torch.Tensor]:
-        shape, dtype, device = query.shape, query.dtype, query.device
-        query, key, value = (_heads_first(tensor, tensor_layout) for tensor in (query, key, value))
+        shape, dtype, device, head_dim = query.shape[:-1], query.dtype, query.device, query.shape[-1]
+        is_nhd = tensor_layout == "NHD"
+        if is_nhd:
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         quantized = quantize(query, key, value, blocks, smooth_k)
 
-        def finish() -> torch.Tensor:
-            # not before, when query, key and value were still there
-            output = torch.empty((*shape[:-1], _padded(shape[-1])), dtype=dtype, device=device)
-            attend(quantized, _heads_first(output, tensor_layout), sm_scale)
-            return output[..., : shape[-1]]
+        def attend() -> torch.Tensor:
+            output = torch.empty((*shape, quantized.query.shape[-1]), dtype=dtype, device=device)
+            function(
+                quantized.query,
+                quantized.key,
+                quantized.value,
+                output.transpose(1, 2) if is_nhd else output,
+                quantized.query_scale,
+                quantized.key_scale,
+                quantized.value_scale,
+                HND,
+                NOT_CAUSAL,
+                granularity,
+                sm_scale,
+                NO_LSE,
+            )
+            return output[..., :head_dim]
 
-        return finish
+        return attend
 
-    return kernel, prepare
-
-
-def _padded(head_dim: int) -> int:
-    return 64 if head_dim <= 64 else 128
+    return prepare
 
 
-def _heads_first(tensor: torch.Tensor, tensor_layout: str) -> torch.Tensor:
-    return tensor.transpose(1, 2) if tensor_layout == "NHD" else tensor
-
-
-def quantize(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    blocks: Blocks,
-    smooth_k: bool,
-    place: torch.Tensor | None = None,
-) -> Quantized:
+def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, smooth_k: bool) -> Quantized:
     """``Quantized`` of query, key and value, which are (batch, heads, seq, head_dim) with any strides but the last.
 
     ``smooth_k`` subtracts key's mean over the sequence, in fp32. head_dim is at most 128; fewer key heads than query
-    heads are fine. ``place`` is where query's INT8 goes, with any strides but the last; memory of its own without.
+    heads are fine.
     """
     batch, heads, qo_len, head_dim = query.shape
     kv_heads, kv_len = key.shape[1], key.shape[2]
-    padded_dim = _padded(head_dim)
+    padded_dim = 64 if head_dim <= 64 else 128
     padded_len = _up(kv_len, blocks.value_tile)
     query_groups = _up(qo_len, blocks.query_tile) // blocks.query_warp * (8 if blocks.per_thread else 1)
     key_groups = _up(kv_len, blocks.key_tile) // blocks.key_tile * (4 if blocks.per_thread else 1)
@@ -144,7 +119,7 @@ def quantize(
         return torch.empty(shape, dtype=dtype, device=query.device)
 
     quantized = Quantized(
-        empty(batch, heads, qo_len, padded_dim, dtype=torch.int8) if place is None else place,
+        empty(batch, heads, qo_len, padded_dim, dtype=torch.int8),
         empty(batch, kv_heads, kv_len, padded_dim, dtype=torch.int8),
         empty(batch, kv_heads, padded_dim, padded_len, dtype=torch.float8_e4m3fn),
         empty(batch, heads, query_groups),
@@ -164,7 +139,7 @@ def quantize(
         query, key, value, *quantized, sums, maxima,
         batch * heads * query_tiles, batch * kv_heads * key_tiles, query_tiles, key_tiles,
         heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, blocks.value_max,
-        *quantized.query.stride()[:3], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
         TILE=TILE, QUERY_WARP=blocks.query_warp, KEY_TILE=blocks.key_tile, PER_THREAD=blocks.per_thread,
         **common,
     )  # fmt: skip
@@ -214,7 +189,6 @@ def _quantize(
     query, key, value, query_out, key_out, value_out, query_scale, key_scale, value_scale, sums, maxima,
     query_programs, key_programs, query_tiles, key_tiles,
     heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, value_max,
-    out_batch, out_head, out_row,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr,
     TILE: tl.constexpr, QUERY_WARP: tl.constexpr, KEY_TILE: tl.constexpr, PER_THREAD: tl.constexpr,
@@ -225,7 +199,7 @@ def _quantize(
         at = (program // query_tiles).to(tl.int64)
         _quantize_rows(
             query + at // heads * query_batch + at % heads * query_head, query_row,
-            query_out + at // heads * out_batch + at % heads * out_head, out_row, query_scale + at * query_groups, sums,
+            query_out + at * qo_len * PADDED_DIM, query_scale + at * query_groups, sums,
             program % query_tiles, qo_len, query_groups,
             HEAD_DIM, PADDED_DIM, CHUNKS, False, TILE, QUERY_WARP, 8 if PER_THREAD else 1, 1,
         )  # fmt: skip
@@ -233,8 +207,8 @@ def _quantize(
         at = ((program - query_programs) // key_tiles).to(tl.int64)
         _quantize_rows(
             key + at // kv_heads * key_batch + at % kv_heads * key_head, key_row,
-            key_out + at * kv_len * PADDED_DIM, PADDED_DIM, key_scale + at * key_groups,
-            sums + at * CHUNKS * PADDED_DIM, (program - query_programs) % key_tiles, kv_len, key_groups,
+            key_out + at * kv_len * PADDED_DIM, key_scale + at * key_groups, sums + at * CHUNKS * PADDED_DIM,
+            (program - query_programs) % key_tiles, kv_len, key_groups,
             HEAD_DIM, PADDED_DIM, CHUNKS, True, TILE, KEY_TILE, 4 if PER_THREAD else 1, 2 if PER_THREAD else 1,
         )  # fmt: skip
     else:
@@ -249,7 +223,7 @@ def _quantize(
 
 @triton.jit
 def _quantize_rows(
-    source, row_stride, out, out_stride, scales, sums, tile, length, groups,
+    source, row_stride, out, scales, sums, tile, length, groups,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
@@ -272,7 +246,7 @@ def _quantize_rows(
     of_row = tl.broadcast_to(tl.reshape(scale, (BLOCKS, 1, GROUPS, 1)), (BLOCKS, REPEATS, GROUPS, ALIKE))
     scaled = loaded / tl.reshape(of_row, (TILE,))[:, None]
     rounded = (scaled + tl.where(scaled >= 0, 0.5, -0.5)).to(tl.int8)
-    tl.store(out + rows[:, None].to(tl.int64) * out_stride + channels[None, :], rounded, mask=inside)
+    tl.store(out + rows[:, None].to(tl.int64) * PADDED_DIM + channels[None, :], rounded, mask=inside)
 
 
 @triton.jit

@@ -163,8 +163,11 @@ def _load_fused(part: str, **tiles: int) -> Callable[[Environment, str, bool], K
             function, value_max = in_fp16, E4M3_MAX_IN_FP16
         from .quantization import Blocks, in_two  # needs triton
 
-        blocks = Blocks(**tiles, per_thread=per_thread, value_max=value_max)
-        kernel, prepare = in_two(on_default_stream(function), blocks)
+        prepare = in_two(on_default_stream(function), Blocks(**tiles, per_thread=per_thread, value_max=value_max))
+
+        def kernel(query: Any, key: Any, value: Any, **keywords: Any) -> Any:
+            return prepare(query, key, value, **keywords)()
+
         return Kernel(kernel, frozenset({"smooth_k", "enable_gqa"}), prepare)
 
     return load

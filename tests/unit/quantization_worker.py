@@ -108,20 +108,9 @@ class Compiled:
     def __init__(self, part: str) -> None:
         self.tiles = layout.TILES[part]
         self.given: tuple[Tensor, ...] = ()
-        self.in_place = False
 
     def __call__(self, query, key, value, output, query_scale, key_scale, value_scale, *codes: Any) -> None:
-        self.in_place = [step / 2 for step in query.stride()[:3]] == list(output.stride()[:3])
-        self.in_place &= query.data_ptr() == output.data_ptr()
-        # query lies where the output is written
-        self.given = (
-            query.clone(memory_format=torch.contiguous_format),
-            key,
-            value,
-            query_scale,
-            key_scale,
-            value_scale,
-        )
+        self.given = (query, key, value, query_scale, key_scale, value_scale)
         _, _, granularity, sm_scale, _ = codes
         per_thread = granularity == layout.PER_THREAD
         query = layout.restored_rows(query, query_scale, layout.query_groups(query.shape[2], self.tiles, per_thread))
@@ -171,7 +160,6 @@ def measured(form: Format, case: Case, smooth_k: bool) -> dict[str, Any]:
     return {
         "shapes": [list(tensor.shape) for tensor in compiled.given],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in compiled.given],
-        "in_place": compiled.in_place,
         "contiguous": all(tensor.is_contiguous() for tensor in compiled.given),
         "scale_errors": [
             layout.scale_error(query_scale, q, rows),

@@ -66,11 +66,6 @@ def call(kernel: Any, *, tensor_layout: str = "NHD", head_dim: int = 128, smooth
     return kernel.function(*tensors, tensor_layout=tensor_layout, sm_scale=0.25, smooth_k=smooth_k)
 
 
-def shares_memory(one: Tensor, other: Tensor) -> bool:
-    """Also of tensors that have no memory: whether it would be the same."""
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def called(module: str) -> tuple[str, str, tuple[Any, ...]]:
     """The function's name, its module and what it was handed, of the one call."""
     (only,) = sys.modules[f"sageattention.{module}"].called
@@ -89,9 +84,9 @@ def quantized(monkeypatch) -> list[tuple[Any, ...]]:
     asked = []
     quantize = quantization.quantize
 
-    def note(query, key, value, blocks, smooth_k, place=None):
+    def note(query, key, value, blocks, smooth_k):
         asked.append((blocks, smooth_k))
-        return quantize(query, key, value, blocks, smooth_k, place)
+        return quantize(query, key, value, blocks, smooth_k)
 
     monkeypatch.setattr(quantization, "quantize", note)
     for name in ("_statistics", "_quantize"):
@@ -210,22 +205,6 @@ def test_arguments_in_their_order(install, quantized, tensor_layout, head_dim, p
     assert in_callers_layout.is_contiguous()
     assert returned.shape == ((2, 300, 4, head_dim) if tensor_layout == "NHD" else (2, 4, 300, head_dim))
     assert returned.stride() == in_callers_layout.stride()
-    # query's bytes are the first half of each row that is written, of any row of which nobody else reads
-    assert shares_memory(query, output)
-    assert query.storage_offset() == output.storage_offset() == 0
-    assert [step / 2 for step in query.stride()[:3]] == list(output.stride()[:3])
-
-
-@needs_triton
-def test_query_has_memory_of_its_own_where_bytes_of_the_output_are_too_many_to_count(install, quantized, monkeypatch):
-    from sage_core.backends import quantization
-
-    install_build(install, "sm90")
-    monkeypatch.setattr(quantization, "MOST_IN_PLACE", 2 * 4 * 300 * 64 - 1)
-    call(load("sm90"), head_dim=64)
-    query, _, _, output, *_ = called("_qattn_sm90")[2]
-    assert query.is_contiguous()
-    assert not shares_memory(query, output)
 
 
 # why not
