@@ -32,8 +32,8 @@ IMAGE = 4_000
 """Just under 4,096 tokens, an image of 1024 x 1024: the shortest sequence with a measured or published gain."""
 
 STARTING_ORDER: dict[str, tuple[Preference, ...]] = {
-    # Measured on an H200: fp8 1.4 to 1.6 times native from 16,896 tokens; at 4,608 cuDNN and fp8 behind fused
-    # quantization 1.13; nothing gains at D 64.
+    # Measured on an H200 (docs/measured): fp8 1.4 to 1.5 times native from 16,896 tokens; at 4,608 cuDNN and fp8
+    # behind fused quantization 1.12; nothing gains at D 64.
     "sm90": (
         Preference(SAGEATTN_FP8_SM90_FUSED.name, IMAGE, (128,)),
         Preference(SAGEATTN_FP8_SM90.name, LONG, (128,)),
