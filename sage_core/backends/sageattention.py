@@ -16,7 +16,7 @@ from ..device import on_default_stream
 from ..environment import Environment
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec, MaskKind
-from ..support import Support
+from ..support import MAX_GRID, Support
 from .base import Backend, Kernel, Tolerance
 from .binding import declared, find_function, import_package, refuse_parameters
 
@@ -218,7 +218,7 @@ def _full_key_tiles(spec: AttentionSpec) -> Refusal | None:
 
 SAGEATTN_FP8_SM90 = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda_sm90",
-    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
+    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, max_batch_size=MAX_GRID),
     tolerance=INT8_FP8,
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda_sm90", "sm90", _sm90_arguments),
     package=PACKAGE,
@@ -226,14 +226,14 @@ SAGEATTN_FP8_SM90 = Backend(
 )
 SAGEATTN_FP8_SM90_FUSED = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",
-    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
+    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, max_batch_size=MAX_GRID),
     tolerance=INT8_FP8,
     load=_load_fused("sm90", query_tile=64, query_warp=16, key_tile=128, value_tile=128),
     package=PACKAGE,
 )
 SAGEATTN_FP8 = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda",
-    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
+    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, max_batch_size=MAX_GRID),
     tolerance=INT8_FP8,
     load=_load_2("sageattn_qk_int8_pv_fp8_cuda", "sm89", _fp8_arguments),
     package=PACKAGE,
@@ -241,14 +241,20 @@ SAGEATTN_FP8 = Backend(
 )
 SAGEATTN_FP8_FUSED = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda (fused quantization)",
-    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True),
+    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, max_batch_size=MAX_GRID),
     tolerance=INT8_FP8,
     load=_load_fused("sm89", query_tile=128, query_warp=32, key_tile=64, value_tile=64),
     package=PACKAGE,
 )
 SAGEATTN_FP16 = Backend(
     name="sageattn_qk_int8_pv_fp16_cuda",
-    support=Support(archs=FP16_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, rules=(_a_whole_key_tile,)),
+    support=Support(
+        archs=FP16_CUDA_ARCHS,
+        max_head_dim=MAX_HEAD_DIM,
+        smooth_k=True,
+        max_batch_size=MAX_GRID,
+        rules=(_a_whole_key_tile,),
+    ),
     tolerance=INT8_FP16,
     load=_load_2("sageattn_qk_int8_pv_fp16_cuda", "sm80", _fp16_arguments),
     package=PACKAGE,
@@ -258,6 +264,7 @@ SAGEATTN_FP16_TRITON = Backend(
     support=Support(
         archs=TRITON_ARCHS,
         max_head_dim=MAX_HEAD_DIM,
+        max_batch_size=MAX_GRID,
         # An additive mask is added to scores that are already times log2(e), and so counts for less than it should.
         mask_kinds=(MaskKind.NONE, MaskKind.BOOL),
         smooth_k=True,
@@ -273,6 +280,7 @@ SAGEATTN_1 = Backend(
         archs=TRITON_ARCHS,
         head_dims=SAGEATTN_1_HEAD_DIMS,
         smooth_k=True,
+        max_batch_size=MAX_GRID,
         rules=(_full_key_tiles,),
     ),
     tolerance=INT8_FP16,

@@ -102,6 +102,13 @@ ACCEPTED = [
 
 REFUSED = [
     *[(FP16, make_spec("sm80", kv_len=length), {RefusalCode.KV_LEN: (str(length), "64")}) for length in (1, 63)],
+    *[
+        (name, make_spec(arch, batch_size=65_536), {RefusalCode.SHAPE: ("65536", "65535")})
+        for name, arch in (
+            *((SM90, "sm90"), (SM90_FUSED, "sm90"), (FP8, "sm89"), (FP8_FUSED, "sm89")),
+            *((FP16, "sm80"), (TRITON, "sm86"), (SAGE1, "sm86")),
+        )
+    ],
     (SM90_FUSED, make_spec("sm89"), {RefusalCode.ARCH: ("sm89", "sm90")}),
     (FP8_FUSED, make_spec("sm90"), {RefusalCode.ARCH: ("sm90",)}),
     (SM90_FUSED, make_spec("sm90", 160), {RefusalCode.HEAD_DIM: ("160", "128")}),
