@@ -19,6 +19,7 @@ from .selection import ANY_KERNEL, NATIVE, Use, Verdict, judge
 from .serving import looker, server
 from .session import Session
 from .spec import AttentionSpec
+from .support import MAX_OFFSET_32_BIT
 from .timing import Function, Timing, time_candidates
 
 CHECK = "the check"
@@ -176,7 +177,9 @@ class CandidateFinder:
         if self.policy.tolerance is None:
             return NO_CHECK
         device = call.query.device
-        key = f"{self.session.device_name(device)}: {spec._replace(max_offset=0)!r}"
+        # beyond 32 bits it is made in another way
+        far = spec.max_offset > MAX_OFFSET_32_BIT
+        key = f"{self.session.device_name(device)}: {spec.without_offsets()!r}{' beyond 32 bits' if far else ''}"
         known = Timing.from_json(self.session.measurements.get("checks", key))
         if known is not None:
             return known

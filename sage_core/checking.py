@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .accuracy import exact_attention, sample_rows
 from .call import AttentionCall, four_axes
+from .operators import flash_operator
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
 from .support import HALF_DTYPES, MAX_OFFSET_32_BIT
@@ -124,8 +125,9 @@ def _parts(spec: AttentionSpec) -> int:
     other: most of the device is idle, for as long as each wave of a whole call takes.
     """
     is_plain = spec.mask_kind is MaskKind.NONE and not spec.enable_gqa
+    on_cpu = spec.arch == "cpu"
     takes = spec.arch in FLASH_ARCHS and spec.dtype in HALF_DTYPES and spec.head_dim % 8 == 0 and spec.head_dim <= 256
-    if not (is_plain and (takes or spec.arch == "cpu")):
+    if not (is_plain and (takes or on_cpu)) or flash_operator(on_cpu) is None:
         return 1
     wanted = -(-BLOCKS_AT_ONCE // (spec.batch_size * spec.num_qo_heads))
     return max(min(wanted, spec.kv_len // KEYS_IN_A_PART), 1)
@@ -149,13 +151,8 @@ def _in_parts(query: Tensor, key: Tensor, value: Tensor, sm_scale: float, parts:
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, sm_scale: float) -> tuple[Tensor, Tensor]:
     """PyTorch's flash attention with the logarithms of the sums of weights, which its public function keeps back."""
-    if query.is_cuda:
-        found = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, False, scale=sm_scale)
-    else:
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, key, value, 0.0, False, scale=sm_scale
-        )
-    return found[0], found[1]
+    output, sums = flash_operator(query.is_cpu)(query, key, value, 0.0, False, scale=sm_scale)[:2]
+    return output, sums
 
 
 def _one_of_each(mask: Tensor) -> Tensor:

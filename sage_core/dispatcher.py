@@ -20,7 +20,7 @@ from .backends.base import Backend, Kernel
 from .call import AttentionCall, Native, decision_key
 from .comparing import lasting_obstacle, obstacle, own_control
 from .compiled import GraphCalls, call_in_graph, is_compiled
-from .device import RandomState, waiter
+from .device import RandomState, is_capturing, waiter
 from .failure import GivenAway
 from .forwards import Forward, Review, begin_check, check_sites, end_check
 from .outputs import tensors_of
@@ -91,6 +91,10 @@ class Dispatcher:
         """Itself: old ComfyUI copies model options deeply, and the copies must go on counting in one place."""
         return self
 
+    def __copy__(self) -> Dispatcher:
+        """Itself, for the same reason."""
+        return self
+
     # -- one attention call
 
     def attend(self, func: Native, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -143,7 +147,8 @@ class Dispatcher:
         """
         forward: Forward | None = None if is_compiling() else getattr(self._threads, "forward", None)
         plan: Plan | None = None
-        if forward is not None:
+        # a kernel that cannot be captured must find its tensors still there, for native to take over
+        if forward is not None and not is_capturing(query.peek().device):
             plan = self._plan_for(forward, query.peek(), key.peek(), value.peek(), *args, **kwargs)
         if forward is None or plan is None or _needs_tensors(forward, plan):
             return self.attend(self._optimized_attention(), query.take(), key.take(), value.take(), *args, **kwargs)

@@ -12,6 +12,7 @@ import torch
 from .candidates import CandidateFinder, is_long
 from .checking import SiteAccuracy
 from .comparing import Comparison, Wait, compare_forwards, is_host_bound
+from .device import is_capturing
 from .failure import explain, naming
 from .outputs import all_finite, tensors_of
 from .plans import Plans
@@ -247,8 +248,11 @@ def check_sites(forward: Forward, site: int, plan: Plan, tensors: tuple[Any, ...
 
 
 def begin_check(forward: Forward, plan: Plan, tensors: tuple[Any, ...]) -> Check | None:
-    """The check of a call up to its output, which holds none of (query, key, value, mask); None where none is made."""
-    if plan.look is None:
+    """The check of a call up to its output, which holds none of (query, key, value, mask); None where none is made.
+
+    None is while a CUDA graph is captured: each of its runs would compute the check anew, and nobody would read it.
+    """
+    if plan.look is None or is_capturing(tensors[0].device):
         return None
     try:
         return plan.look(*tensors)  # type: ignore[no-any-return]

@@ -14,7 +14,7 @@ MARGIN = 0.03
 NOISE = 0.01
 """Two measurements of one kernel differ by this much; within it the baseline wins, which takes no way through us."""
 CHECKED_SHARE = 4 / 20
-"""Calls of a quantized kernel that are checked: those of four steps of a run, which commonly has twenty or more."""
+"""Calls of a quantized kernel that are checked, in a run of twenty steps: those of four of them."""
 DISPATCH_MS = 0.005
 """What a call costs the host to reach a kernel other than the baseline; benchmarks/overhead.py holds it below this."""
 

@@ -65,7 +65,8 @@ class Session:
     @cached_property
     def measurements(self) -> Measurements:
         """What was measured on this machine, with these versions and builds; kept where the nodes say."""
-        packages = {backend.package for backend in self.backends if backend.package}
+        # Triton compiles some kernels of these packages, and of ours
+        packages = {backend.package for backend in self.backends if backend.package} | {"triton", "triton-windows"}
         builds = {name: package_build(name) for name in packages}
         return Measurements(self._measurements_path, fingerprint(self.environment, self.host, builds))
 

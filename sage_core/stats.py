@@ -28,6 +28,9 @@ SCHEMA = 1
 OUTSIDE = "called outside a sampler"
 """Stands for the model's name in a run that no sampler made."""
 
+STEPS_PER_CHECK = 5
+MOST_CHECKS = 4
+"""Steps of a run in which sites are checked: one in five, and no more than four."""
 CHECKS_PER_STEP = 4
 """Forwards of one step that are checked: as many as conditions are commonly sampled one by one."""
 
@@ -112,7 +115,8 @@ class Run:
         with self._lock:
             self.forwards -= 1
             for site, plan in enumerate(plans):
-                counted = (-1, plan) if (-1, plan) in self._calls else (site, plan)
+                joined = len(self._calls) > MAX_COUNTERS and (-1, plan) in self._calls
+                counted = (-1, plan) if joined else (site, plan)
                 self._calls[counted] -= 1
                 if not self._calls[counted]:
                     del self._calls[counted]
@@ -136,12 +140,17 @@ class Run:
         return None if self.total_steps is None else min(self.step + 1, self.total_steps)
 
     def takes_check(self) -> bool:
-        """Whether the forward that starts now is one to check the quantized sites in: those of the first step and of
-        three more, spread over the run, a few per step where the conditions are sampled one by one."""
+        """Whether the forward that starts now is one to check the quantized sites in: those of the first step and of up
+        to three more, spread over the run, a few per step where the conditions are sampled one by one.
+
+        In a short run there are fewer of them, so that its checks stay a small part of it; two at least, in any run
+        that has two steps.
+        """
         total = self.total_steps or 0
         if self.first_check is None:
             self.first_check = self.step
-        if self.step not in {self.first_check, total // 4, total // 2, total * 3 // 4}:
+        checks = min(max(-(-total // STEPS_PER_CHECK), 2), MOST_CHECKS)
+        if self.step != self.first_check and self.step not in {total * number // checks for number in range(1, checks)}:
             return False
         self._checks[self.step] += 1
         return self._checks[self.step] <= CHECKS_PER_STEP

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from ..device import on_default_stream
 from ..environment import Environment
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec
@@ -41,7 +42,8 @@ class HubKernel:
 
     ``functions`` are names to look for on an arch ("" for any), in the module or in its ``core``; where none is there,
     the only public function with ``like`` in its name is taken. ``required`` are keywords of ours that the function
-    must declare in one spelling or another. ``changes_key`` says that it writes to the key that it is given.
+    must declare in one spelling or another. ``changes_key`` says that it writes to the key that it is given, and
+    ``on_default_stream`` that it launches there whatever stream is current.
     """
 
     repo: str
@@ -51,6 +53,7 @@ class HubKernel:
     required: tuple[str, ...] = ()
     enable_gqa: bool = False
     changes_key: bool = False
+    on_default_stream: bool = False
 
     @property
     def title(self) -> str:
@@ -172,6 +175,8 @@ def _bind(hub: HubKernel, module: ModuleType, arch: str) -> Kernel | Refusal:
     if (refusal := refuse_parameters(function, title, (*passed, *fixed))) is not None:
         return refusal
     options = {"smooth_k"} & parameters.keys() | ({"enable_gqa"} if hub.enable_gqa else set())
+    if hub.on_default_stream:
+        function = on_default_stream(function)
     return Kernel(_call(partial(function, **fixed), passed, spelled, hub.changes_key), frozenset(options))
 
 
@@ -216,6 +221,7 @@ SAGE_ATTENTION = HubKernel(
     },
     required=("tensor_layout", "sm_scale"),
     enable_gqa=True,
+    on_default_stream=True,
 )
 """Its build.toml compiles for capabilities 8.0, 8.9 and 9.0a; its public sageattn() picks the same functions."""
 SAGE_BLACKWELL = HubKernel(

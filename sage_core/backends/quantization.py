@@ -240,7 +240,11 @@ def _quantize_rows(
     BLOCKS: tl.constexpr = TILE // BLOCK
     REPEATS: tl.constexpr = BLOCK // GROUPS // ALIKE
     largest = tl.reshape(tl.max(tl.abs(loaded), axis=1), (BLOCKS, REPEATS, GROUPS, ALIKE))
-    scale = tl.maximum(tl.max(tl.max(largest, axis=3), axis=1), SMALLEST) / 127.0
+    # maxima pass NaN and Inf over, which 8 bits cannot say: a block that has one gets a scale that does
+    broken = tl.reshape(tl.sum(loaded * 0.0, axis=1), (BLOCKS, REPEATS, GROUPS, ALIKE))
+    scale = tl.maximum(tl.max(tl.max(largest, axis=3), axis=1), SMALLEST) / 127.0 + tl.sum(
+        tl.sum(broken, axis=3), axis=1
+    )
     group = tile * (BLOCKS * GROUPS) + tl.arange(0, BLOCKS * GROUPS)
     tl.store(scales + group, tl.reshape(scale, (BLOCKS * GROUPS,)), mask=group < groups)
     of_row = tl.broadcast_to(tl.reshape(scale, (BLOCKS, 1, GROUPS, 1)), (BLOCKS, REPEATS, GROUPS, ALIKE))

@@ -84,7 +84,9 @@ def _load_2(
             return refusals
         parameters = declared(function)
         options = {option for option in ("smooth_k", "attn_mask") if option in parameters} | {"enable_gqa"}
-        bound = partial(on_default_stream(function), **fixed(environment, arch, parameters))
+        # the compiled parts launch on the default stream, Triton on the current one
+        function = on_default_stream(function) if part else function
+        bound = partial(function, **fixed(environment, arch, parameters))
         return Kernel(bound, frozenset(options))
 
     return load
@@ -272,7 +274,6 @@ SAGEATTN_FP16_TRITON = Backend(
     tolerance=INT8_FP16,
     load=_load_2("sageattn_qk_int8_pv_fp16_triton", "", _triton_arguments),
     package=PACKAGE,
-    slower_than=(SAGEATTN_FP8_SM90.name, SAGEATTN_FP8_SM90_FUSED.name, SAGEATTN_FP8.name, SAGEATTN_FP8_FUSED.name),
 )
 SAGEATTN_1 = Backend(
     name="sageattn 1.x (triton)",

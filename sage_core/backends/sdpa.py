@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..environment import Environment
+from ..operators import FLASH, FLASH_CPU_SCHEMA, FLASH_SCHEMA
+from ..operators import operator as _operator
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec, MaskKind
 from ..support import EVERY_MASK, HALF_DTYPES, MAX_GRID, Support, head_dim_multiples
@@ -32,8 +33,6 @@ EXACT = Tolerance(relative_l2=0.01, cosine=0.9999)
 """0.002 measured in bf16."""
 
 CUDNN_SCHEMA = "query key value attn_bias compute_log_sumexp dropout_p is_causal return_debug_mask scale"
-FLASH_SCHEMA = "query key value dropout_p is_causal return_debug_mask scale"
-FLASH_CPU_SCHEMA = "query key value dropout_p is_causal attn_mask scale"
 EFFICIENT_SCHEMA = "query key value attn_bias compute_log_sumexp dropout_p is_causal scale"
 """The arguments that the direct calls below rely on; under another schema the public function is called instead."""
 
@@ -57,7 +56,7 @@ def _load_flash(environment: Environment, arch: str, allow_download: bool) -> Ke
     on_cpu = arch == "cpu"
     if not on_cpu and not torch.backends.cuda.is_flash_attention_available():
         return (Refusal(RefusalCode.BUILD, f"this torch {torch.__version__} was built without FlashAttention"),)
-    name = "_scaled_dot_product_flash_attention" + ("_for_cpu" if on_cpu else "")
+    name = f"{FLASH}_for_cpu" if on_cpu else FLASH
     operator = _operator(name, FLASH_CPU_SCHEMA if on_cpu else FLASH_SCHEMA)
     if operator is None:
         return _kernel(_pinned(SDPBackend.FLASH_ATTENTION), GROUPED)
@@ -75,14 +74,6 @@ def _load_efficient(environment: Environment, arch: str, allow_download: bool) -
         return output
 
     return _kernel(pinned if operator is None else attention, MASKED)
-
-
-def _operator(name: str, schema: str) -> Any:
-    """The ATen operator ``name``, which costs half the host time of the public function; None when it is another."""
-    operator = getattr(getattr(torch.ops.aten, name, None), "default", None)
-    if operator is None or [argument.name for argument in operator._schema.arguments] != schema.split():
-        return None
-    return operator
 
 
 def _pinned(backend: SDPBackend) -> Attention:

@@ -196,6 +196,15 @@ def halved(form: Format) -> dict[str, Any]:
     return {"same_bits": torch.equal(whole, attend()), "held": sum(reference() is not None for reference in held)}
 
 
+def broken(form: Format, role: int, number: float) -> list[int]:
+    """The rows of an output that are not finite when one row of query (0), key (1) or value (2) has such a number."""
+    kernel, _ = loaded(form)
+    tensors = drawn(CASES[0])
+    tensors[role][0, 0, 3, 5] = number
+    output = kernel.function(*tensors, tensor_layout="HND", sm_scale=0.1, smooth_k=True)
+    return (~output.isfinite().all(-1)).sum(-1).flatten().tolist()
+
+
 def convert(data: numpy.ndarray, from_dtype: Any, to_dtype: Any, rounding: Any) -> numpy.ndarray:
     """The interpreter's conversion, with PyTorch's for E4M3: its own makes 64 of 127.9, as it loses what is carried
     when a mantissa is rounded up to the next power of two, and rounds what is below the normal numbers to zero."""
@@ -260,7 +269,23 @@ def main() -> None:
             smooth_k = number % 2 == 0  # so that the layouts of both parts are smoothed and not
             results.append({"format": name, "case": case.name, "smooth_k": smooth_k, **measured(form, case, smooth_k)})
     halves = {name: halved(form) for name, form in FORMATS.items()}
-    print(json.dumps({"results": results, "halves": halves, "allocated": allocated(FORMATS["sm90 per thread"])}))
+    names = {"query": 0, "key": 1, "value": 2}
+    numbers = {"nan": float("nan"), "inf": float("inf")}
+    not_finite = {
+        f"{role} {number}": broken(FORMATS["sm90 per thread"], names[role], numbers[number])
+        for role in names
+        for number in numbers
+    }
+    print(
+        json.dumps(
+            {
+                "results": results,
+                "halves": halves,
+                "not finite": not_finite,
+                "allocated": allocated(FORMATS["sm90 per thread"]),
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

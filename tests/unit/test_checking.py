@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sage_core import checking, planning, serving
+from sage_core import checking, operators, planning, serving
 from sage_core.accuracy import compare, exact_attention, sample_rows
 from sage_core.blockwise import element_limit
 from sage_core.call import AttentionCall
@@ -166,9 +166,22 @@ def test_sampled_rows_attend_to_long_keys_in_parts_as_to_the_whole(options, monk
         ({"arch": "cpu", "dtype": "float32"}, 11),
     ],
 )
-def test_keys_are_parted_to_fill_the_device_and_where_flash_attention_takes_them(changes, parts):
+def test_keys_are_parted_to_fill_the_device_and_where_flash_attention_takes_them(changes, parts, monkeypatch):
+    monkeypatch.setattr(checking, "flash_operator", lambda on_cpu: "there")
     spec = AttentionSpec("sm90", "bfloat16", 1, 24, 24, 16_896, 16_896, 128)
     assert checking._parts(spec._replace(**changes)) == parts
+
+
+def test_keys_are_not_parted_where_torch_has_no_flash_attention(monkeypatch):
+    spec = AttentionSpec("sm90", "bfloat16", 1, 24, 24, 16_896, 16_896, 128)
+    operators.flash_operator.cache_clear()
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False)  # as it is on Windows
+    assert checking._parts(spec) == 1
+    assert checking._parts(spec._replace(arch="cpu")) == 11
+    operators.flash_operator.cache_clear()
+    monkeypatch.setattr(operators, "FLASH_CPU_SCHEMA", "query key value and more")
+    assert checking._parts(spec._replace(arch="cpu")) == 1
+    operators.flash_operator.cache_clear()
 
 
 def test_a_strided_head_dim_is_left_to_pytorch_as_a_whole(monkeypatch):
@@ -183,12 +196,14 @@ def test_a_strided_head_dim_is_left_to_pytorch_as_a_whole(monkeypatch):
 
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_check_leaves_nothing_on_the_device(exact):
+    before = {id(thing) for thing in gc.get_objects() if type(thing) is torch.Tensor}
     call = make_call(qo_len=300)
     spec, _ = call.read("cpu")
     away = call._replace(**{role: getattr(call, role).to("meta") for role in ("query", "key", "value")})
     assert site_norms(away, spec, away.query, exact).is_meta
     del away
-    assert [thing.shape for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.is_meta] == []
+    left = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and id(thing) not in before]
+    assert [tensor.shape for tensor in left if tensor.is_meta] == []
 
 
 ROWS = len(sample_rows(300))

@@ -232,7 +232,7 @@ def test_a_call_that_cannot_be_released_is_opened_and_served(name):
 
 
 EIGHT_STEPS = [step / 8 for step in range(8, -1, -1)]
-"""The first, third, fifth and seventh are those with checks."""
+"""The first and the fifth are those with checks."""
 
 
 def test_steps_in_which_sites_are_checked_release_the_tensors_too():
@@ -281,6 +281,19 @@ def test_a_check_that_memory_is_too_short_for_is_left_out(monkeypatch):
         "a check was left out: the check raised OutOfMemoryError: CUDA out of memory"
     ]
     assert len(outputs) == 8
+
+
+def test_nothing_is_released_or_checked_while_a_cuda_graph_is_captured(monkeypatch):
+    comfy, kernel = patched(Held(), tolerance=0.1)
+    comfy.sample(EIGHT_STEPS)
+    prepared, accuracies = dict(kernel.halves), [site["accuracy"] for site in comfy.run()["sites"]]
+    assert None not in accuracies
+    for module in ("dispatcher", "forwards"):
+        monkeypatch.setattr(f"sage_core.{module}.is_capturing", lambda device: True)
+    comfy.sample(EIGHT_STEPS)
+    assert served(comfy.run()) == {KERNEL: 8 * CALLS}
+    assert kernel.halves == prepared
+    assert [site["accuracy"] and site["accuracy"]["step"] for site in comfy.run()["sites"]] == [None] * CALLS
 
 
 ONE_NATIVE = {"by_site": {1: {"low_precision_attention": False}}}

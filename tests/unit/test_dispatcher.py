@@ -886,7 +886,7 @@ def test_copied_model_options_go_on_counting_in_one_place():
     comfy.sample()
     assert served(comfy.run()) == {KERNEL: 2}
     assert comfy.run()["override_replaced_by"] is None
-    assert copy.deepcopy(comfy.dispatcher) is comfy.dispatcher
+    assert copy.deepcopy(comfy.dispatcher) is copy.copy(comfy.dispatcher) is comfy.dispatcher
 
 
 def another_override(func, *args, **kwargs):

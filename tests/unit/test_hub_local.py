@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from sage_core.backends import hub
 from sage_core.backends.base import Kernel
 from sage_core.backends.hub import (
     HUB_AITER,
@@ -239,6 +240,14 @@ def test_hub_sage_attention_is_bound_per_gpu(publish):
     refusal = only_refusal(load(HUB_SAGE_ATTENTION, "sm90"))
     assert refusal.code is RefusalCode.BUILD
     assert "sm90" in refusal.detail
+
+
+def test_hub_sage_attention_is_put_in_order_with_other_streams(publish, monkeypatch):
+    publish(SAGE, "from . import core", version=2, files={"core.py": HUB_CORE})
+    ordered = []
+    monkeypatch.setattr(hub, "on_default_stream", lambda function: ordered.append(function.__name__) or function)
+    load(HUB_SAGE_ATTENTION, "sm80")
+    assert ordered == ["sageattn_qk_int8_pv_fp16_cuda"]
 
 
 def test_hub_sage_attention_that_swallows_sm_scale_is_refused(publish):

@@ -127,6 +127,15 @@ def test_the_halves_give_the_bits_of_the_whole_and_hold_no_input(printed):
         assert halves == {"same_bits": True, "held": 0}, name
 
 
+@pytest.mark.parametrize("number", ["nan", "inf"])
+def test_a_number_that_eight_bits_cannot_say_is_seen_in_the_output(printed, number):
+    """As natively: in the rows of its query, and for a key or a value in all rows of the head."""
+    heads = len(printed["not finite"][f"query {number}"])
+    for role in ("query", "key", "value"):
+        rows, *others = printed["not finite"][f"{role} {number}"]
+        assert rows > 0 and others == [0] * (heads - 1), role  # noqa: PT018
+
+
 def test_no_copy_of_an_input_is_made(printed):
     """All three in 8 bits are half of them in 16; what else there is, in fp32, is a fortieth of it at most."""
     given, made = printed["allocated"]["given"], printed["allocated"]["made"]

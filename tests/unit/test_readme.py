@@ -94,14 +94,22 @@ def test_numbers_of_the_promises_are_those_of_the_code() -> None:
         assert said in promises
 
 
-def test_steps_of_the_checks_are_those_of_the_code() -> None:
+def checked_steps(total: int) -> list[int]:
     run = Run(1, None, None)
-    run.total_steps = 20
+    run.total_steps = total
     checked = []
-    for step in range(20):
+    for step in range(total):
         run.step = step
         checked += [step] if run.takes_check() else []
-    assert checked == [0, 5, 10, 15]
+    return checked
+
+
+def test_steps_of_the_checks_are_those_of_the_code() -> None:
+    assert checked_steps(20) == [0, 5, 10, 15]
+    assert checked_steps(16) == [0, 4, 8, 12]
+    assert checked_steps(15) == [0, 5, 10]
+    assert [checked_steps(total) for total in (10, 8, 4, 2, 1)] == [[0, 5], [0, 4], [0, 2], [0, 1], [0]]
+    assert "fewer than 16 steps it is one step in five, but at least two" in section("What it promises today")
     assert "the first, and a quarter, half and three quarters" in section("What it promises today")
 
 

@@ -173,6 +173,14 @@ def test_a_forward_that_is_made_again_leaves_nothing_but_its_number_of_calls(bef
         assert left[table] == expected[table]
 
 
+def test_a_forward_that_is_made_again_takes_nothing_from_calls_outside():
+    run, other = make_run([SERVED]), make_run()
+    for each in (run, other):
+        each.record_outside([SERVED])
+    run.made_again([SERVED])
+    assert run.snapshot()["sites"] == other.snapshot()["sites"]
+
+
 def test_a_model_with_two_thousand_sites_is_counted_site_by_site():
     plans = [Plan("a", make_spec(kv_len=1 + site), f"block {site}") for site in range(2_000)]
     snapshot = make_run(*[plans] * 3).snapshot()
