@@ -45,6 +45,17 @@ def optimized_attention() -> Any:
     return attention.optimized_attention
 
 
+def saves_memory() -> bool:
+    """Whether ComfyUI takes its own attention to hold no scores of all query and key tokens."""
+    from comfy import model_management
+
+    return bool(
+        model_management.xformers_enabled()
+        or model_management.flash_attention_enabled()
+        or model_management.pytorch_attention_flash_attention()
+    )
+
+
 def server() -> Any:
     """ComfyUI's PromptServer; None where its nodes are used without one. Importing its module would not start it."""
     return getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)

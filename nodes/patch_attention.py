@@ -24,7 +24,7 @@ from ..sage_core import (
     PolicyError,
     describe_function,
 )
-from .host import SESSION, executing, optimized_attention, remember, schema
+from .host import SESSION, executing, optimized_attention, remember, saves_memory, schema
 
 logger = logging.getLogger("sagescope")
 
@@ -144,7 +144,14 @@ class ApplySageAttention(io.ComfyNode):
         node_id = getattr(cls.hidden, "unique_id", None)
         about = {"policy": policy.to_json(), "previous_override": previous and describe_function(previous)}
         dispatcher = Dispatcher(
-            policy, SESSION, previous, executing, optimized_attention, node_id, lambda run: remember(run, about)
+            policy,
+            SESSION,
+            previous,
+            executing,
+            optimized_attention,
+            saves_memory,
+            node_id,
+            lambda run: remember(run, about),
         )
         refusals = dispatcher.prepare(model.load_device)
         if refusals:

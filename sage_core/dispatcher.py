@@ -56,7 +56,8 @@ class Dispatcher:
     """The attention of one patched clone; shared by every later clone of it.
 
     ``previous`` is the override that was on the model before: it takes the place of native attention.
-    ``optimized_attention`` gives ComfyUI's current attention function, for calls in containers, which come without one.
+    ``optimized_attention`` gives ComfyUI's current attention function, for calls in containers, which come without one;
+    ``saves_memory`` says whether it holds no scores of all query and key tokens.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Dispatcher:
         previous: Callable[..., torch.Tensor] | None = None,
         host_context: HostContext = lambda: (None, None),
         optimized_attention: Callable[[], Native] = nobody_said,
+        saves_memory: Callable[[], bool] = lambda: False,
         apply_node_id: str | None = None,
         run_opened: Callable[[Run], None] = lambda run: None,
     ) -> None:
@@ -75,6 +77,7 @@ class Dispatcher:
         self.stats = Stats(apply_node_id, run_opened)
         self._host_context = host_context
         self._optimized_attention = optimized_attention
+        self._saves_memory = saves_memory
         self._skips_blocks = bool(policy.skip_blocks)
         self._planner = Planner(policy, session)
         self._plans = Plans(session)
@@ -138,6 +141,14 @@ class Dispatcher:
 
     __call__ = attend
     """What ComfyUI calls is the dispatcher itself: it looks for ``container_function`` there."""
+
+    @property
+    def memory_efficient(self) -> bool:
+        """What ComfyUI may ask an override when it estimates the memory of a model call: without an answer it assumes
+        the scores of all tokens. No kernel holds them, so the answer is that of what serves the other calls."""
+        if self.previous is None:
+            return self._saves_memory()
+        return bool(getattr(self.previous, "memory_efficient", False))
 
     def container_function(self, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """``attend`` for query, key and value in ComfyUI's containers, which nobody else holds: a kernel that can lets

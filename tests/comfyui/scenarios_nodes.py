@@ -57,6 +57,20 @@ def stopped(kernel: str) -> dict[str, Any]:
     return _refused(tiny_models.wan().model, kernel=kernel, if_unavailable="stop with an error")
 
 
+def memory_asked_for() -> list[list[bool]]:
+    """What the override says of its memory, and what ComfyUI takes its own attention for, in its two cases."""
+    from comfy import model_management
+
+    override = apply(tiny_models.wan().model).model_options["transformer_options"][OVERRIDE]
+    found = []
+    own = model_management.pytorch_attention_flash_attention
+    for answer in (False, True):
+        model_management.pytorch_attention_flash_attention = lambda answer=answer: answer
+        found.append([override.memory_efficient, answer])
+    model_management.pytorch_attention_flash_attention = own
+    return found
+
+
 # -- bad input
 
 

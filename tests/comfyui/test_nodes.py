@@ -107,6 +107,10 @@ def test_stop_with_an_error_raises_in_the_node_with_the_reasons(host: Host, kern
     assert "Choose a kernel by name that is made for this device" in facts["message"]
 
 
+def test_the_override_says_of_its_memory_what_comfyui_takes_its_own_attention_for(host: Host) -> None:
+    assert host.run("scenarios_nodes:memory_asked_for") == [[False, False], [True, True]]
+
+
 # -- bad input
 
 

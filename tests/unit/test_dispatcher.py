@@ -21,8 +21,9 @@ from torch import nested
 from sage_core import planning, serving
 from sage_core import plans as plans_module
 from sage_core.backends.base import Kernel
+from sage_core.dispatcher import Dispatcher
 from sage_core.failure import DeviceLost
-from sage_core.policy import NATIVE_ONLY
+from sage_core.policy import NATIVE_ONLY, Policy
 from sage_core.refusal import Refusal, RefusalCode
 from sage_core.selection import Use
 from sage_core.stats import MAX_RUNS
@@ -887,6 +888,20 @@ def test_copied_model_options_go_on_counting_in_one_place():
     assert served(comfy.run()) == {KERNEL: 2}
     assert comfy.run()["override_replaced_by"] is None
     assert copy.deepcopy(comfy.dispatcher) is copy.copy(comfy.dispatcher) is comfy.dispatcher
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_it_needs_as_much_memory_as_what_serves_the_calls_that_no_kernel_does(native):
+    session, policy = make_session(), Policy(kernel=KERNEL)
+    assert Dispatcher(policy, session, saves_memory=lambda: native).memory_efficient is native
+
+    def previous(func, *args, **kwargs):
+        return func(*args, **kwargs)
+
+    over = Dispatcher(policy, session, previous, saves_memory=lambda: True)
+    assert over.memory_efficient is False  # it does not say
+    previous.memory_efficient = native
+    assert over.memory_efficient is native
 
 
 def another_override(func, *args, **kwargs):
