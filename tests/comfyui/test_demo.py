@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,15 @@ def test_a_port_whose_last_connections_are_still_closing_is_taken() -> None:
     assert free_port(str(port)) == port
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handling of SIGINT, which is ignored where the tests run in the background of a shell."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_a_signal_while_the_server_is_started_leaves_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     started = []
     popen = subprocess.Popen
