@@ -11,6 +11,7 @@ import torch
 
 from .backends.base import Backend
 from .call import AttentionCall
+from .checking import CHECK
 from .failure import explain, naming
 from .policy import AUTO, Policy
 from .ranking import NO_CHECK, rank
@@ -22,7 +23,6 @@ from .spec import AttentionSpec
 from .support import MAX_OFFSET_32_BIT
 from .timing import Function, Timing, time_candidates
 
-CHECK = "the check"
 MIN_SCORES = 512 * 512
 """Query times key tokens from which kernels are timed: below, a call takes less than its launch on any GPU."""
 HOST_BOUND_MS = 0.5

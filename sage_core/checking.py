@@ -16,13 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .accuracy import exact_attention, sample_rows
 from .call import AttentionCall, four_axes
-from .operators import flash_operator
+from .operators import CUDA_ARCHS, FLASH_MAX_HEAD_DIM, flash_operator
 from .refusal import Refusal, RefusalCode
 from .spec import AttentionSpec, MaskKind
 from .support import HALF_DTYPES, MAX_OFFSET_32_BIT
 
-FLASH_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
-"""Where PyTorch's builds have flash attention."""
+CHECK = "the check"
+"""Stands for the kernel in what a check raised."""
 BLOCKS_AT_ONCE = 256
 """Thread blocks that fill a large GPU."""
 KEYS_IN_A_PART = 1_024
@@ -126,7 +126,8 @@ def _parts(spec: AttentionSpec) -> int:
     """
     is_plain = spec.mask_kind is MaskKind.NONE and not spec.enable_gqa
     on_cpu = spec.arch == "cpu"
-    takes = spec.arch in FLASH_ARCHS and spec.dtype in HALF_DTYPES and spec.head_dim % 8 == 0 and spec.head_dim <= 256
+    takes = spec.arch in CUDA_ARCHS and spec.dtype in HALF_DTYPES
+    takes = takes and spec.head_dim % 8 == 0 and spec.head_dim <= FLASH_MAX_HEAD_DIM
     if not (is_plain and (takes or on_cpu)) or flash_operator(on_cpu) is None:
         return 1
     wanted = -(-BLOCKS_AT_ONCE // (spec.batch_size * spec.num_qo_heads))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .candidates import CandidateFinder, is_long
-from .checking import SiteAccuracy
+from .checking import CHECK, SiteAccuracy
 from .comparing import Comparison, Wait, compare_forwards, is_host_bound
 from .device import is_capturing
 from .failure import explain, naming
@@ -272,7 +272,7 @@ def end_check(forward: Forward, site: int, plan: Plan, check: Check | None, outp
 
 
 def _leave_out(forward: Forward, error: Exception) -> None:
-    forward.run.note_once(f"a check was left out: {explain(error, 'the check').detail}")
+    forward.run.note_once(f"a check was left out: {explain(error, CHECK).detail}")
 
 
 def _suspect(plans: list[Plan]) -> Watch:

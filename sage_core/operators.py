@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 
+CUDA_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
+"""sdp_utils.cpp lets cuDNN and flash run from sm80 to sm121."""
+FLASH_MAX_HEAD_DIM = 256
+"""Flash raises above: "at most 256"."""
 FLASH = "_scaled_dot_product_flash_attention"
 FLASH_SCHEMA = "query key value dropout_p is_causal return_debug_mask scale"
 FLASH_CPU_SCHEMA = "query key value dropout_p is_causal attn_mask scale"

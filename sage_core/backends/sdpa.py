@@ -10,20 +10,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..environment import Environment
-from ..operators import FLASH, FLASH_CPU_SCHEMA, FLASH_SCHEMA
+from ..operators import CUDA_ARCHS, FLASH, FLASH_CPU_SCHEMA, FLASH_MAX_HEAD_DIM, FLASH_SCHEMA
 from ..operators import operator as _operator
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec, MaskKind
 from ..support import EVERY_MASK, HALF_DTYPES, MAX_GRID, Support, head_dim_multiples
 from .base import Backend, Kernel, Tolerance
 
-CUDA_ARCHS = ("sm80", "sm86", "sm89", "sm90", "sm100", "sm120", "sm121")
-"""sdp_utils.cpp lets cuDNN and flash run from sm80 to sm121, and efficient from sm50 on; below sm80, where it is the
-only one, PyTorch takes it anyway."""
 CUDNN_MAX_HEAD_DIM = {**dict.fromkeys(CUDA_ARCHS, 128), "sm90": 256}
 """The limit in sdp_utils.cpp; 256 on sm90 was measured on an H200 with torch 2.11 and cuDNN 9.19."""
-FLASH_MAX_HEAD_DIM = dict.fromkeys(CUDA_ARCHS, 256)
-"""Flash raises above: "at most 256"."""
+EFFICIENT_ARCHS = CUDA_ARCHS
+"""sdp_utils.cpp lets it run from sm50 on; below sm80, where it is the only one, PyTorch takes it anyway."""
 EFFICIENT_HEAD_DIM_MULTIPLE = {"float32": 4}
 """minimum_gemm_alignment() in sdp_utils.cpp: 16 bytes of head_dim, which is a multiple of 8 for other dtypes."""
 MAX_OFFSET = None
@@ -148,7 +145,7 @@ SDPA_FLASH = Backend(
         dtypes=(*HALF_DTYPES, "float32"),
         max_batch_size=MAX_GRID,
         max_offset=MAX_OFFSET,
-        rules=(_half_on_a_gpu, head_dim_multiples("sdpa: flash", FLASH_MAX_HEAD_DIM)),
+        rules=(_half_on_a_gpu, head_dim_multiples("sdpa: flash", dict.fromkeys(CUDA_ARCHS, FLASH_MAX_HEAD_DIM))),
     ),
     tolerance=EXACT,
     load=_load_flash,
@@ -157,7 +154,7 @@ SDPA_FLASH = Backend(
 SDPA_EFFICIENT = Backend(
     name="sdpa: efficient",
     support=Support(
-        archs=CUDA_ARCHS,
+        archs=EFFICIENT_ARCHS,
         dtypes=(*HALF_DTYPES, "float32"),
         mask_kinds=EVERY_MASK,
         max_batch_size=MAX_GRID,

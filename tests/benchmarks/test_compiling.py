@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,9 +13,8 @@ from benchmarks import compiling
 from benchmarks.compiling import Compiler, Counts, OwnGraph
 from benchmarks.lines import LINES
 from benchmarks.markdown import table
-from hosts import Host, all_hosts
-
-ROOT = Path(__file__).resolve().parents[2]
+from hosts import all_hosts
+from tests.benchmarks.command import measure
 
 
 @pytest.fixture(autouse=True)
@@ -147,26 +142,13 @@ def test_a_line_is_compiled_with_no_more_layers_and_says_how_many():
 @pytest.fixture(scope="module", params=all_hosts(), ids=lambda host: host.name)
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The line of a run of the command, with the text that it printed."""
-    host: Host = request.param
-    if host.missing:
-        pytest.skip(host.missing)
-    out = tmp_path_factory.mktemp("out") / "compiled.json"
-    options = ["--tiny", "--compile", "--lines", "flux-1024", "--entries", "native (observe only),int8_reference"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "benchmarks.whole_models", *options, "--out", str(out), "--comfyui", str(host.root)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUTF8": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=400,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    report = json.loads(out.read_text(encoding="utf-8"))
+    folder, own = tmp_path_factory.mktemp("out"), "native (observe only),int8_reference"
+    text, report = measure(request.param, folder, "--compile", "--lines", "flux-1024", "--entries", own)
     backend, reason = compiling.backend(torch.device("cpu"))
     assert report["compile_with"] == backend
-    assert reason in finished.stdout
+    assert reason in text
     (line,) = report["lines"]
-    return {"line": line, "text": finished.stdout}
+    return {"line": line, "text": text}
 
 
 def test_every_entry_of_a_compiled_line_is_measured(done: dict[str, Any]) -> None:

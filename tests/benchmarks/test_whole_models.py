@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.lines import LINES
 from hosts import Host, all_hosts
+from tests.benchmarks.command import measure
 
-ROOT = Path(__file__).resolve().parents[2]
 OWN = {"native", "native again", "native (observe only)", "auto", "int8_reference"}
 """What runs on a CPU."""
 PEERS = {"core sage", "core comfy-kitchen int8", "plain sageattn"}
@@ -24,20 +19,8 @@ PEERS = {"core sage", "core comfy-kitchen int8", "plain sageattn"}
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The run's output and its JSON, from one process for each ComfyUI."""
     host: Host = request.param
-    if host.missing:
-        pytest.skip(host.missing)
-    out = tmp_path_factory.mktemp("out") / "whole_models.json"
-    command = [sys.executable, "-m", "benchmarks.whole_models", "--tiny", "--lines", "all", "--out", str(out)]
-    finished = subprocess.run(
-        [*command, "--comfyui", str(host.root)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONUTF8": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=400,
-    )
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    return {"text": finished.stdout, "report": json.loads(out.read_text(encoding="utf-8")), "host": host}
+    text, report = measure(host, tmp_path_factory.mktemp("out"), "--lines", "all")
+    return {"text": text, "report": report, "host": host}
 
 
 def test_every_line_is_measured(done: dict[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import uuid
 import weakref
 from collections import Counter, deque
@@ -21,6 +20,7 @@ import inside
 import nodes
 import stand_ins
 from patched import NATIVE, OVERRIDE, WIDGETS, apply, calls_by_kernel, digest, report
+from resident import resident_mib
 from stand_ins import tiny_models
 
 Graph = dict[str, dict[str, Any]]
@@ -158,15 +158,6 @@ def _alive() -> Counter[str]:
     return alive
 
 
-def _resident_mib() -> float | None:
-    """The memory of this process; None where the system does not say it in this way."""
-    if not sys.platform.startswith("linux"):
-        return None
-    with open("/proc/self/status", encoding="utf-8") as status:
-        (line,) = [line for line in status if line.startswith("VmRSS")]
-    return int(line.split()[1]) / 1024
-
-
 def _kept(dispatcher: Any) -> dict[str, int]:
     """The sizes of what a patched model and the session keep."""
     session, live = dispatcher.session, inside.pack_module("nodes.host").LIVE
@@ -201,7 +192,7 @@ def in_a_row(models: list[str], before: int, items: int) -> dict[str, Any]:
         if seed >= before - len(models):
             alive.append(_alive())
             kept.append(_kept(queue.last()))
-            resident.append(_resident_mib())
+            resident.append(resident_mib())
     return {
         "ends": ends,
         "alive": alive,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,6 +15,7 @@ from benchmarks.entries import AUTO, NATIVE, served, the_pack
 from benchmarks.lines import LINES, WAN
 from benchmarks.machine import Machine
 from benchmarks.sampling import Sampling
+from tests.comfyui.resident import resident_mib
 from tests.gpu.inside import (
     WAN_SMALL,
     allocated,
@@ -153,18 +153,9 @@ def in_a_row() -> dict[str, Any]:
             facts["distances"].append(distance(sampling.sample(model), first))
             facts["served"].append(dict(served(model)))
             facts["allocated"].append(allocated())
-            facts["resident_mib"].append(_resident_mib())
+            facts["resident_mib"].append(resident_mib())
         found["models"][name] = facts
     return found
-
-
-def _resident_mib() -> float | None:
-    """The memory of this process; None where the system does not say it in this way."""
-    if not sys.platform.startswith("linux"):
-        return None
-    with open("/proc/self/status", encoding="utf-8") as status:
-        (line,) = [line for line in status if line.startswith("VmRSS")]
-    return int(line.split()[1]) / 1024
 
 
 def peaks() -> dict[str, Any]:
