@@ -65,8 +65,8 @@ def releaser(use: Use, call: AttentionCall, spec: AttentionSpec) -> Release | No
     def release(query: Any, key: Any, value: Any) -> Any:
         try:
             with on_device(device):
-                # no name holds a tensor: it would live until the end
-                attend = prepare(*to_kernel(query.take(), key.take(), value.take()), **keywords)
+                # no name holds a tensor, which would live until the end: only the list that is emptied does
+                attend = prepare(list(to_kernel(query.take(), key.take(), value.take())), **keywords)
                 return from_kernel(attend())
         except Exception as error:  # as in _server_of_whole
             return explain(error, name)

@@ -11,8 +11,9 @@ from ..refusal import Refusal
 from ..support import Support
 
 Prepare = Callable[..., Callable[[], Any]]
-"""``prepare(query, key, value, **keywords)`` quantizes and returns the function that attends: it takes nothing, gives
-what the kernel function gives for the same arguments, bit for bit, and holds none of the three tensors."""
+"""``prepare([query, key, value], **keywords)`` quantizes and returns the function that attends: it takes nothing, is
+called once and gives what the kernel function gives for the same arguments, bit for bit. The list is emptied, so that
+each tensor is gone as soon as it is quantized."""
 
 KernelFunction = Callable[..., Any]
 """``kernel(query, key, value, tensor_layout=..., sm_scale=..., smooth_k=..., attn_mask=...)`` -> output.

@@ -67,7 +67,9 @@ def _in_either_layout(function: Callable[..., Any]) -> Callable[..., Any]:
 def _in_two(quantize: Callable[..., Any], attend: Callable[[Any], Any]) -> Prepare:
     """The same from the package's own two halves, which are slower together than its one function."""
 
-    def prepare(query: Any, key: Any, value: Any, *, tensor_layout: str, sm_scale: float) -> Callable[[], Any]:
+    def prepare(tensors: list[Any], *, tensor_layout: str, sm_scale: float) -> Callable[[], Any]:
+        query, key, value = tensors
+        tensors.clear()
         if tensor_layout == "HND":
             return partial(attend, quantize(query, key, value, scale=sm_scale))
         query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))

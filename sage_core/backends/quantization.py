@@ -16,13 +16,15 @@ import torch
 import triton
 import triton.language as tl
 
-from .base import Prepare
+from .base import KernelFunction, Prepare
 
 TILE = 128
 """Rows of query, key or value that one program quantizes: a multiple of every block that shares a scale."""
 ROWS_AT_ONCE = 32
 CHUNKS = 16
 """Parts of a head that key's mean and value's maxima are first taken over."""
+MAX_STRIDE = 2**31 - 1
+"""The attention functions take strides in 32 bits."""
 HND, NOT_CAUSAL, NO_LSE = 1, 0, 0
 PER_WARP, PER_THREAD = 2, 3
 """The codes of tensor_layout, is_causal, return_lse and qk_quant_gran in the attention functions."""
@@ -48,9 +50,9 @@ class Blocks(NamedTuple):
 
 
 class Quantized(NamedTuple):
-    """query and key in INT8 as (batch, heads, seq, head_dim), value in fp8 E4M3 as (batch, heads, head_dim, seq), all
-    contiguous, head_dim padded to 64 or 128, value's seq padded and its order within 16 rows as the kernels want it;
-    the factors to multiply with, in fp32."""
+    """query and key in INT8 as (batch, heads, seq, head_dim), value in fp8 E4M3 as (batch, heads, head_dim, seq), key
+    and value contiguous, head_dim padded to 64 or 128, value's seq padded and its order within 16 rows as the kernels
+    want it; the factors to multiply with, in fp32."""
 
     query: torch.Tensor
     key: torch.Tensor
@@ -60,11 +62,14 @@ class Quantized(NamedTuple):
     value_scale: torch.Tensor
 
 
-def in_two(function: Callable[..., Any], blocks: Blocks) -> Prepare:
-    """A kernel in its two halves: ``quantize``, and the compiled attention ``function`` on what came of it."""
-    granularity = PER_THREAD if blocks.per_thread else PER_WARP
+def whole(function: Callable[..., Any], blocks: Blocks) -> KernelFunction:
+    """The kernel: ``quantize``, and the compiled attention ``function`` on what came of it.
 
-    def prepare(
+    A row of query is quantized into the first bytes of its row of the output, which takes no memory then: each thread
+    block of ``function`` has read its rows of query before it writes them.
+    """
+
+    def kernel(
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -72,29 +77,34 @@ def in_two(function: Callable[..., Any], blocks: Blocks) -> Prepare:
         tensor_layout: str,
         sm_scale: float,
         smooth_k: bool,
+    ) -> torch.Tensor:
+        output = torch.empty((*query.shape[:-1], padded_dim(query)), dtype=query.dtype, device=query.device)
+        query_out = output.view(torch.int8)[..., : output.shape[-1]]
+        if output.nbytes > MAX_STRIDE:
+            query_out = torch.empty(query_out.shape, dtype=torch.int8, device=query.device)
+        tensors = [heads_first(tensor, tensor_layout) for tensor in (query, key, value)]
+        quantized = quantize(tensors, blocks, smooth_k, heads_first(query_out, tensor_layout))
+        _attend(function, blocks, quantized, heads_first(output, tensor_layout), sm_scale)
+        return output[..., : query.shape[-1]]
+
+    return kernel
+
+
+def in_two(function: Callable[..., Any], blocks: Blocks) -> Prepare:
+    """The same in two halves, of which the first lets go of value, and then of query and key."""
+
+    def prepare(
+        tensors: list[torch.Tensor], *, tensor_layout: str, sm_scale: float, smooth_k: bool
     ) -> Callable[[], torch.Tensor]:
-        shape, dtype, device, head_dim = query.shape[:-1], query.dtype, query.device, query.shape[-1]
-        is_nhd = tensor_layout == "NHD"
-        if is_nhd:
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        quantized = quantize(query, key, value, blocks, smooth_k)
+        query = tensors[0]
+        shape, dtype, head_dim = (*query.shape[:-1], padded_dim(query)), query.dtype, query.shape[-1]
+        del query
+        tensors[:] = [heads_first(tensor, tensor_layout) for tensor in tensors]
+        quantized = quantize(tensors, blocks, smooth_k)
 
         def attend() -> torch.Tensor:
-            output = torch.empty((*shape, quantized.query.shape[-1]), dtype=dtype, device=device)
-            function(
-                quantized.query,
-                quantized.key,
-                quantized.value,
-                output.transpose(1, 2) if is_nhd else output,
-                quantized.query_scale,
-                quantized.key_scale,
-                quantized.value_scale,
-                HND,
-                NOT_CAUSAL,
-                granularity,
-                sm_scale,
-                NO_LSE,
-            )
+            output = torch.empty(shape, dtype=dtype, device=quantized.key.device)
+            _attend(function, blocks, quantized, heads_first(output, tensor_layout), sm_scale)
             return output[..., :head_dim]
 
         return attend
@@ -102,48 +112,81 @@ def in_two(function: Callable[..., Any], blocks: Blocks) -> Prepare:
     return prepare
 
 
-def quantize(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, blocks: Blocks, smooth_k: bool) -> Quantized:
+def padded_dim(query: torch.Tensor) -> int:
+    """The head_dim that the attention functions are compiled for."""
+    return 64 if query.shape[-1] <= 64 else 128
+
+
+def heads_first(tensor: torch.Tensor, tensor_layout: str) -> torch.Tensor:
+    return tensor.transpose(1, 2) if tensor_layout == "NHD" else tensor
+
+
+def _attend(
+    function: Callable[..., Any], blocks: Blocks, quantized: Quantized, output: torch.Tensor, sm_scale: float
+) -> None:
+    granularity = PER_THREAD if blocks.per_thread else PER_WARP
+    query, key, value, *scales = quantized
+    function(query, key, value, output, *scales, HND, NOT_CAUSAL, granularity, sm_scale, NO_LSE)
+
+
+def quantize(
+    tensors: list[torch.Tensor], blocks: Blocks, smooth_k: bool, query_out: torch.Tensor | None = None
+) -> Quantized:
     """``Quantized`` of query, key and value, which are (batch, heads, seq, head_dim) with any strides but the last.
 
     ``smooth_k`` subtracts key's mean over the sequence, in fp32. head_dim is at most 128; fewer key heads than query
-    heads are fine.
+    heads are fine. ``tensors`` is emptied: without ``query_out``, which is where query goes, value is let go before
+    there is memory for query and key in 8 bits.
     """
+    query, key, value = tensors
+    tensors.clear()
     batch, heads, qo_len, head_dim = query.shape
-    kv_heads, kv_len = key.shape[1], key.shape[2]
-    padded_dim = 64 if head_dim <= 64 else 128
+    kv_heads, kv_len, dim = key.shape[1], key.shape[2], padded_dim(query)
     padded_len = _up(kv_len, blocks.value_tile)
     query_groups = _up(qo_len, blocks.query_tile) // blocks.query_warp * (8 if blocks.per_thread else 1)
     key_groups = _up(kv_len, blocks.key_tile) // blocks.key_tile * (4 if blocks.per_thread else 1)
+    query_tiles, key_tiles = triton.cdiv(qo_len, TILE), triton.cdiv(kv_len, TILE)
+    query_programs, key_programs = batch * heads * query_tiles, batch * kv_heads * key_tiles
+    common = {"HEAD_DIM": head_dim, "PADDED_DIM": dim, "CHUNKS": CHUNKS, "num_warps": 4}
+    device = query.device
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=query.device)
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    quantized = Quantized(
-        empty(batch, heads, qo_len, padded_dim, dtype=torch.int8),
-        empty(batch, kv_heads, kv_len, padded_dim, dtype=torch.int8),
-        empty(batch, kv_heads, padded_dim, padded_len, dtype=torch.float8_e4m3fn),
-        empty(batch, heads, query_groups),
-        empty(batch, kv_heads, key_groups),
-        empty(batch, kv_heads, padded_dim),
-    )
-    sums = empty(batch, kv_heads, CHUNKS, padded_dim)
-    maxima = empty(batch, kv_heads, CHUNKS, padded_dim)
-    common = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "CHUNKS": CHUNKS, "num_warps": 4}
+    def launch(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, query_out: torch.Tensor, key_out: torch.Tensor,
+        query_programs: int, key_programs: int, value_programs: int,
+    ) -> None:  # fmt: skip
+        _quantize[(query_programs + key_programs + value_programs,)](
+            query, key, value, query_out, key_out, value_out, *scales, sums, maxima,
+            query_programs, key_programs, query_tiles, key_tiles,
+            heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, blocks.value_max,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *query_out.stride()[:3],
+            TILE=TILE, QUERY_WARP=blocks.query_warp, KEY_TILE=blocks.key_tile, PER_THREAD=blocks.per_thread,
+            **common,
+        )  # fmt: skip
+
+    sums, maxima = empty(batch, kv_heads, CHUNKS, dim), empty(batch, kv_heads, CHUNKS, dim)
     _statistics[(CHUNKS, kv_heads, batch)](
         key, value, sums, maxima, kv_len, triton.cdiv(kv_len, CHUNKS), kv_heads, smooth_k,
         *key.stride()[:3], *value.stride()[:3],
         ROWS=ROWS_AT_ONCE, **common,
     )  # fmt: skip
-    query_tiles, key_tiles = triton.cdiv(qo_len, TILE), triton.cdiv(kv_len, TILE)
-    _quantize[(batch * (heads * query_tiles + 2 * kv_heads * key_tiles),)](
-        query, key, value, *quantized, sums, maxima,
-        batch * heads * query_tiles, batch * kv_heads * key_tiles, query_tiles, key_tiles,
-        heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, blocks.value_max,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        TILE=TILE, QUERY_WARP=blocks.query_warp, KEY_TILE=blocks.key_tile, PER_THREAD=blocks.per_thread,
-        **common,
-    )  # fmt: skip
-    return quantized
+    scales = (
+        empty(batch, heads, query_groups),
+        empty(batch, kv_heads, key_groups),
+        empty(batch, kv_heads, dim),
+    )
+    value_out = empty(batch, kv_heads, dim, padded_len, dtype=torch.float8_e4m3fn)
+    value_programs = key_programs
+    if query_out is None:
+        launch(query, key, value, value_out, value_out, 0, 0, value_programs)
+        del value
+        value, value_programs = key, 0  # of which nothing is read then
+        query_out = empty(batch, heads, qo_len, dim, dtype=torch.int8)
+    key_out = empty(batch, kv_heads, kv_len, dim, dtype=torch.int8)
+    launch(query, key, value, query_out, key_out, query_programs, key_programs, value_programs)
+    return Quantized(query_out, key_out, value_out, *scales)
 
 
 def _up(length: int, multiple: int) -> int:
@@ -190,6 +233,7 @@ def _quantize(
     query_programs, key_programs, query_tiles, key_tiles,
     heads, kv_heads, qo_len, kv_len, padded_len, query_groups, key_groups, value_max,
     query_batch, query_head, query_row, key_batch, key_head, key_row, value_batch, value_head, value_row,
+    out_batch, out_head, out_row,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr,
     TILE: tl.constexpr, QUERY_WARP: tl.constexpr, KEY_TILE: tl.constexpr, PER_THREAD: tl.constexpr,
 ):  # fmt: skip
@@ -199,7 +243,7 @@ def _quantize(
         at = (program // query_tiles).to(tl.int64)
         _quantize_rows(
             query + at // heads * query_batch + at % heads * query_head, query_row,
-            query_out + at * qo_len * PADDED_DIM, query_scale + at * query_groups, sums,
+            query_out + at // heads * out_batch + at % heads * out_head, out_row, query_scale + at * query_groups, sums,
             program % query_tiles, qo_len, query_groups,
             HEAD_DIM, PADDED_DIM, CHUNKS, False, TILE, QUERY_WARP, 8 if PER_THREAD else 1, 1,
         )  # fmt: skip
@@ -207,8 +251,8 @@ def _quantize(
         at = ((program - query_programs) // key_tiles).to(tl.int64)
         _quantize_rows(
             key + at // kv_heads * key_batch + at % kv_heads * key_head, key_row,
-            key_out + at * kv_len * PADDED_DIM, key_scale + at * key_groups, sums + at * CHUNKS * PADDED_DIM,
-            (program - query_programs) % key_tiles, kv_len, key_groups,
+            key_out + at * kv_len * PADDED_DIM, PADDED_DIM, key_scale + at * key_groups,
+            sums + at * CHUNKS * PADDED_DIM, (program - query_programs) % key_tiles, kv_len, key_groups,
             HEAD_DIM, PADDED_DIM, CHUNKS, True, TILE, KEY_TILE, 4 if PER_THREAD else 1, 2 if PER_THREAD else 1,
         )  # fmt: skip
     else:
@@ -223,7 +267,7 @@ def _quantize(
 
 @triton.jit
 def _quantize_rows(
-    source, row_stride, out, scales, sums, tile, length, groups,
+    source, row_stride, out, out_stride, scales, sums, tile, length, groups,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, CHUNKS: tl.constexpr, SUBTRACT_MEAN: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, GROUPS: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
@@ -250,7 +294,7 @@ def _quantize_rows(
     of_row = tl.broadcast_to(tl.reshape(scale, (BLOCKS, 1, GROUPS, 1)), (BLOCKS, REPEATS, GROUPS, ALIKE))
     scaled = loaded / tl.reshape(of_row, (TILE,))[:, None]
     rounded = (scaled + tl.where(scaled >= 0, 0.5, -0.5)).to(tl.int8)
-    tl.store(out + rows[:, None].to(tl.int64) * PADDED_DIM + channels[None, :], rounded, mask=inside)
+    tl.store(out + rows[:, None].to(tl.int64) * out_stride + channels[None, :], rounded, mask=inside)
 
 
 @triton.jit

@@ -163,14 +163,11 @@ def _load_fused(part: str, **tiles: int) -> Callable[[Environment, str, bool], K
         per_thread, value_max = arch not in PER_WARP_ARCHS, E4M3_MAX
         if in_fp16 is not None and sums_in_fp16(environment):
             function, value_max = in_fp16, E4M3_MAX_IN_FP16
-        from .quantization import Blocks, in_two  # needs triton
+        from .quantization import Blocks, in_two, whole  # needs triton
 
-        prepare = in_two(on_default_stream(function), Blocks(**tiles, per_thread=per_thread, value_max=value_max))
-
-        def kernel(query: Any, key: Any, value: Any, **keywords: Any) -> Any:
-            return prepare(query, key, value, **keywords)()
-
-        return Kernel(kernel, frozenset({"smooth_k", "enable_gqa"}), prepare)
+        function = on_default_stream(function)
+        blocks = Blocks(**tiles, per_thread=per_thread, value_max=value_max)
+        return Kernel(whole(function, blocks), frozenset({"smooth_k", "enable_gqa"}), in_two(function, blocks))
 
     return load
 

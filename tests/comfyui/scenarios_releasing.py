@@ -93,9 +93,10 @@ class Halves:
         assert tensor_layout == "HND"
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, scale=sm_scale)
 
-    def prepare(self, query: Any, key: Any, value: Any, **keywords: Any) -> Callable[[], Any]:
-        copies = [tensor.clone() for tensor in (query, key, value)]
-        memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in (query, key, value)]
+    def prepare(self, tensors: list[Any], **keywords: Any) -> Callable[[], Any]:
+        copies = [tensor.clone() for tensor in tensors]
+        memory = [StorageWeakRef(tensor.untyped_storage()) for tensor in tensors]
+        tensors.clear()
 
         def attend() -> Any:
             self.alive.append(sum(not storage.expired() for storage in memory))

@@ -110,7 +110,8 @@ class Compiled:
         self.given: tuple[Tensor, ...] = ()
 
     def __call__(self, query, key, value, output, query_scale, key_scale, value_scale, *codes: Any) -> None:
-        self.given = (query, key, value, query_scale, key_scale, value_scale)
+        # a copy of query, which may lie where the output goes
+        self.given = (query.clone(), key, value, query_scale, key_scale, value_scale)
         _, _, granularity, sm_scale, _ = codes
         per_thread = granularity == layout.PER_THREAD
         query = layout.restored_rows(query, query_scale, layout.query_groups(query.shape[2], self.tiles, per_thread))
@@ -160,7 +161,7 @@ def measured(form: Format, case: Case, smooth_k: bool) -> dict[str, Any]:
     return {
         "shapes": [list(tensor.shape) for tensor in compiled.given],
         "dtypes": [str(tensor.dtype).removeprefix("torch.") for tensor in compiled.given],
-        "contiguous": all(tensor.is_contiguous() for tensor in compiled.given),
+        "contiguous": all(tensor.is_contiguous() for tensor in compiled.given[1:]),
         "scale_errors": [
             layout.scale_error(query_scale, q, rows),
             layout.scale_error(key_scale, k, keys),
@@ -190,10 +191,25 @@ def halved(form: Format) -> dict[str, Any]:
     tensors = drawn(CASES[0])
     keywords = {"tensor_layout": "HND", "sm_scale": 0.1, "smooth_k": True}
     whole = kernel.function(*tensors, **keywords)
-    attend = kernel.prepare(*tensors, **keywords)
     held = [weakref.ref(tensor) for tensor in tensors]
-    del tensors
-    return {"same_bits": torch.equal(whole, attend()), "held": sum(reference() is not None for reference in held)}
+    held_then = []
+    launched = quantization._quantize
+    quantization._quantize = Noted(launched, lambda: held_then.append([tensor() is not None for tensor in held]))
+    attend = kernel.prepare(tensors, **keywords)
+    quantization._quantize = launched
+    held_then.append([tensor() is not None for tensor in held])
+    return {"same_bits": torch.equal(whole, attend()), "held": held_then}
+
+
+class Noted:
+    """A kernel that calls ``note`` before each launch."""
+
+    def __init__(self, kernel: Any, note: Callable[[], None]) -> None:
+        self.kernel, self.note = kernel, note
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.note()
+        return self.kernel[grid]
 
 
 def broken(form: Format, role: int, number: float) -> list[int]:
@@ -238,16 +254,37 @@ class NoLaunch:
         return lambda *args, **keywords: None
 
 
-def allocated(form: Format) -> dict[str, Any]:
-    """What is allocated around the launches, of which none happens, for tensors that have no memory."""
-    kernel, _ = loaded(form)
-    tensors = [torch.empty(1, 4_001, 4, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
-    kept = quantization._statistics, quantization._quantize
+def allocated(kernel: Callable[..., Any], length: int) -> list[tuple[str, float]]:
+    """What is allocated around the launches, of which none happens, for tensors that have no memory: in bytes, as part
+    of those of one of the three."""
+    tensors = [torch.empty(1, length, 4, 128, dtype=torch.bfloat16, device="meta") for _ in range(3)]
+    size = tensors[0].nbytes
+    kept = quantization._statistics, quantization._quantize, Compiled.__call__
     quantization._statistics = quantization._quantize = NoLaunch()
+    Compiled.__call__ = lambda *given: None
     with Allocations(*tensors) as mode:
-        kernel.prepare(*tensors, tensor_layout="NHD", sm_scale=0.1, smooth_k=True)
-    quantization._statistics, quantization._quantize = kept
-    return {"given": sum(tensor.nbytes for tensor in tensors), "made": mode.made}
+        kernel(tensors, tensor_layout="NHD", sm_scale=0.1, smooth_k=True)
+    quantization._statistics, quantization._quantize, Compiled.__call__ = kept
+    return [(dtype, made / size) for dtype, made in mode.made]
+
+
+def allocations(form: Format) -> dict[str, list[tuple[str, float]]]:
+    """For a call whole, for one so large that strides of its output in bytes pass 32 bits, and in two halves."""
+    kernel, _ = loaded(form)
+
+    def whole(tensors: list[Tensor], **keywords: Any) -> Tensor:
+        return kernel.function(*tensors, **keywords)
+
+    def halves(tensors: list[Tensor], **keywords: Any) -> Tensor:
+        return kernel.prepare(tensors, **keywords)()
+
+    largest = (2**31 - 1) // (2 * 4 * 128)
+    return {
+        "whole": allocated(whole, 4_001),
+        "largest": allocated(whole, largest),
+        "larger": allocated(whole, largest + 1),
+        "halves": allocated(halves, 4_001),
+    }
 
 
 def full_of_nan(*args: Any, **keywords: Any) -> Tensor:
@@ -282,7 +319,7 @@ def main() -> None:
                 "results": results,
                 "halves": halves,
                 "not finite": not_finite,
-                "allocated": allocated(FORMATS["sm90 per thread"]),
+                "allocated": allocations(FORMATS["sm90 per thread"]),
             }
         )
     )

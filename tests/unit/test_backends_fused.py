@@ -84,9 +84,9 @@ def quantized(monkeypatch) -> list[tuple[Any, ...]]:
     asked = []
     quantize = quantization.quantize
 
-    def note(query, key, value, blocks, smooth_k):
+    def note(tensors, blocks, smooth_k, query_out):
         asked.append((blocks, smooth_k))
-        return quantize(query, key, value, blocks, smooth_k)
+        return quantize(tensors, blocks, smooth_k, query_out)
 
     monkeypatch.setattr(quantization, "quantize", note)
     for name in ("_statistics", "_quantize"):

@@ -357,8 +357,7 @@ def test_the_halves_of_comfy_kitchen_are_handed_hnd_and_hold_no_tensor(install, 
     tensors = [torch.randn(1, 5, 2, 64) if layout == "NHD" else torch.randn(1, 2, 5, 64) for _ in range(3)]
     expected = tensors[0] * 2 + tensors[1] * 3 + tensors[2] * 5
     held = [weakref.ref(tensor) for tensor in tensors]
-    attend = prepare(*tensors, tensor_layout=layout, sm_scale=0.5)
-    del tensors
+    attend = prepare(tensors, tensor_layout=layout, sm_scale=0.5)
     assert [tensor() for tensor in held] == [None, None, None]
     assert sys.modules["comfy_kitchen"].calls == []
     assert torch.equal(attend(), expected)

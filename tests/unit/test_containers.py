@@ -138,9 +138,10 @@ class Halves(FakeKernel):
         self.alive = []
         self.halves = {"prepare": 0, "attend": 0}
 
-    def prepare(self, query, key, value, *, tensor_layout, sm_scale):
+    def prepare(self, tensors, *, tensor_layout, sm_scale):
         self.begin("prepare")
-        quantized = query.clone(), key.clone(), value.clone()
+        quantized = [tensor.clone() for tensor in tensors]
+        tensors.clear()
 
         def attend():
             self.alive.append([memory() is not None for memory in self.model.memories])
