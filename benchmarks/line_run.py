@@ -14,7 +14,7 @@ from .compiling import Compiler, Counts
 from .entries import AGAIN, AUTO, NATIVE, OBSERVE, Missing, chosen, entries, served
 from .lines import Line
 from .machine import Log, Machine
-from .ratios import AtMost, Verdict, graph_verdicts, noise, ratio, verdicts
+from .ratios import AtMost, Verdict, graph_verdicts, memory_verdict, noise, ratio, verdicts
 from .sampling import Sampling
 
 TINY_ROUNDS = 2
@@ -180,7 +180,10 @@ class LineRun:
         if AUTO in found:
             medians = {name: entry["ratio"]["median"] for name, entry in found.items() if name not in (NATIVE, AGAIN)}
             target = line.target if TARGET_GPU in self.machine.name else None
-            self.result["verdicts"] = as_json(verdicts(medians, self.result["noise"], target))
+            judged = verdicts(medians, self.result["noise"], target)
+            if self.machine.cuda:  # no peak is read elsewhere
+                judged.append(memory_verdict(found[NATIVE]["peak_bytes"], found[AUTO]["peak_bytes"]))
+            self.result["verdicts"] = as_json(judged)
             if self.compiler is not None:
                 graphs = graph_verdicts(found[AUTO]["compiled"], found[NATIVE]["compiled"])
                 self.result["graph_verdicts"] = as_json(graphs)

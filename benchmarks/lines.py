@@ -24,6 +24,9 @@ class Line:
     tiny_latent: tuple[int, ...]
     text: tuple[int, int]
     tiny_text: tuple[int, int]
+    audio: tuple[int, ...] | None = None
+    """The latent of the sound, for a model that makes it along with the video."""
+    tiny_audio: tuple[int, ...] | None = None
     pooled: int = 768
     masked: int | None = None
     cfg: float = 1.0
@@ -98,6 +101,18 @@ QWEN: dict[str, Any] = {"image_model": "qwen_image", "num_layers": 60}
 TINY_QWEN = {"num_layers": 1, "attention_head_dim": 64, "num_attention_heads": 2, "joint_attention_dim": 64} | {
     "axes_dims_rope": (16, 24, 24)
 }
+MINIMAX: dict[str, Any] = {
+    "image_model": "minimax_h3",
+    "hidden_size": 5376,
+    "ffn_hidden_size": 14336,
+    "text_dim": 5120,
+    "latents_dim": 24,
+} | {"num_attention_heads": 56, "attention_head_dim": 128, "token_refiner_num_layers": 2, "audio_latents_dim": 32}
+TINY_MINIMAX = (
+    {"hidden_size": 128, "ffn_hidden_size": 128, "text_dim": 64, "num_attention_heads": 2, "attention_head_dim": 64}
+    | {"timestep_input_dim": 32, "time_embed_hidden_size": 64, "time_embed_dim": 64, "rope_inv_freq_len": 8}
+    | {"num_layers": 2, "token_refiner_num_layers": 1}
+)
 FLUX_FIELDS = "comfy.ldm.flux.model:FluxParams"
 
 LINES: dict[str, Line] = {
@@ -213,6 +228,35 @@ LINES: dict[str, Line] = {
         masked=3,
         compiled={"num_layers": 6},
         compiled_note="6 of its 48 layers, which are alike",
+    ),
+    "minimax-h3-5s": Line(
+        title="MiniMax H3 1344 x 768, 124 frames",
+        config="MiniMaxH3",
+        unet={**MINIMAX, "num_layers": 3},
+        tiny=TINY_MINIMAX,
+        latent=(1, 24, 37, 48, 84),
+        tiny_latent=(1, 24, 2, 8, 8),
+        text=(256, 5120),
+        tiny_text=(8, 64),
+        audio=(1, 32, 2, 207),
+        tiny_audio=(1, 32, 2, 8),
+        weight=2.0,
+        note="3 of its 50 layers, which are alike",
+    ),
+    "minimax-h3-15s": Line(
+        title="MiniMax H3 1344 x 768, 362 frames",
+        config="MiniMaxH3",
+        unet={**MINIMAX, "num_layers": 1},
+        tiny=TINY_MINIMAX,
+        latent=(1, 24, 107, 48, 84),
+        tiny_latent=(1, 24, 3, 8, 8),
+        text=(256, 5120),
+        tiny_text=(8, 64),
+        audio=(1, 32, 2, 603),
+        tiny_audio=(1, 32, 2, 12),
+        steps=4,
+        weight=2.0,
+        note="1 of its 50 layers, which are alike",
     ),
 }
 MAIN = ("flux-1024", "flux-2048", "sdxl-1024", "wan-480p")

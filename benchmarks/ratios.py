@@ -11,6 +11,9 @@ BEST = 0.99
 NATIVE = 0.995
 """How much of native's speed `auto` must reach, also where nothing helps."""
 
+MEMORY = 0.999
+"""Native's peak memory over that of `auto`: what is left out of 1 is for scales, and what an allocator rounds up."""
+
 
 class Ratio(NamedTuple):
     """How many times as fast as native: the median over the rounds, the slowest and the fastest."""
@@ -89,3 +92,8 @@ def verdicts(ratios: Mapping[str, float], noise: float, target: float | None = N
         Verdict("auto over native", auto, NATIVE, noise),
     ]
     return found if target is None else [*found, Verdict("auto over native", auto, target, noise, target=True)]
+
+
+def memory_verdict(native: int, auto: int) -> Verdict:
+    """What `auto` must hold of memory; both are the most bytes in use in a run."""
+    return Verdict("native's peak memory over auto's", native / auto, MEMORY, noise=0.0)

@@ -13,6 +13,10 @@ from .lines import Line
 TINY_STEPS = 3
 
 
+class Absent(Exception):
+    """Why a line cannot be measured with this ComfyUI."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """A built model with the settings of its line. ``model`` is the plain MODEL, as loader nodes give it."""
@@ -20,6 +24,7 @@ class Sampling:
     line: Line
     model: Any
     latent: tuple[int, ...]
+    audio: tuple[int, ...] | None
     text: tuple[int, int]
     steps: int
 
@@ -30,11 +35,13 @@ class Sampling:
         """Weights are drawn on the device, in the dtypes that ComfyUI gives them: some stay in fp32.
 
         ``offload`` is where ComfyUI finds them and puts them when it unloads the model. Without it they stay: nothing
-        is moved to the host for a model that is thrown away then.
+        is moved to the host for a model that is thrown away then. Raises Absent for a model that is newer than ComfyUI.
         """
         import comfy.model_patcher
         from comfy import supported_models
 
+        if not hasattr(supported_models, line.config):
+            raise Absent(f"this ComfyUI has no {line.config}")
         unet = {**line.unet, **(line.tiny if tiny else {})}
         if line.known:
             module, _, name = line.known.partition(":")
@@ -49,6 +56,7 @@ class Sampling:
             line,
             comfy.model_patcher.ModelPatcher(model.to(offload), load_device=device, offload_device=offload),
             line.tiny_latent if tiny else line.latent,
+            line.tiny_audio if tiny else line.audio,
             line.tiny_text if tiny else line.text,
             steps or (TINY_STEPS if tiny else line.steps),
         )
@@ -57,10 +65,15 @@ class Sampling:
         """The latent of one sampler run with ``model``, the plain one or a patched clone; the same noise each time."""
         import comfy.sample
 
-        latent = torch.zeros(self.latent)
-        noise = torch.randn(self.latent, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        latent, noise = torch.zeros(self.latent), torch.randn(self.latent, generator=generator)
+        if self.audio is not None:
+            from comfy.nested_tensor import NestedTensor
+
+            latent = NestedTensor([latent, torch.zeros(self.audio)])
+            noise = NestedTensor([noise, torch.randn(self.audio, generator=generator)])
         with torch.inference_mode():
-            return comfy.sample.sample(
+            sampled = comfy.sample.sample(
                 model,
                 noise,
                 steps or self.steps,
@@ -74,6 +87,7 @@ class Sampling:
                 disable_pbar=True,
                 seed=1,
             )
+        return sampled if self.audio is None else torch.cat([part.flatten() for part in sampled.unbind()])
 
     def model_output(self, model: Any) -> torch.Tensor:
         """What the diffusion model itself gives in a run of one step: every entry's input is equal there.
@@ -115,3 +129,6 @@ def _fill(model: torch.nn.Module) -> None:
             weight.normal_(0.0, weight[0].numel() ** -0.5)
         else:
             weight.fill_(float(name.endswith(("weight", "scale"))))
+    for name, frequencies in model.named_buffers():
+        if name.endswith("inv_freq"):  # which only a file fills
+            frequencies.copy_(10000.0 ** -(torch.arange(len(frequencies)) / len(frequencies)))

@@ -28,6 +28,7 @@ from .line_run import LineRun, describe
 from .lines import LINES, MAIN
 from .machine import Log, Machine
 from .markdown import markdown, table
+from .sampling import Absent
 
 SCHEMA = 1
 MAX_ROUNDS = 9
@@ -36,6 +37,8 @@ BUDGET_S = 480.0
 
 def broken(result: dict[str, Any]) -> list[str]:
     """What makes the run fail on one line: the pack's own part of it, not that of others."""
+    if result["status"] == "missing":
+        return []
     if result["status"] != "ok":
         return [f"{result['title']}: {result['error']}"]
     found = [
@@ -117,6 +120,8 @@ def main(arguments: list[str] | None = None) -> int:
                     raise TimeoutError(f"the budget of {options.budget:g} s was used up before")
                 run.measure(line, session, now + left * share)
                 run.result["status"] = "ok"
+            except Absent as absent:
+                run.result |= {"status": "missing", "error": str(absent)}
             except Exception as error:  # a line that does not fit into memory must not cost the others
                 run.result |= {"status": "failed", "error": describe(error)}
             run.models.clear()

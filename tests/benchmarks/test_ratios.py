@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.ratios import Ratio, Verdict, graph_verdicts, noise, ratio, verdicts
+from benchmarks.ratios import Ratio, Verdict, graph_verdicts, memory_verdict, noise, ratio, verdicts
 
 
 def test_a_ratio_is_native_over_the_entry_of_the_same_round():
@@ -81,3 +81,9 @@ def test_the_pack_may_not_add_to_what_torch_compile_does_for_native(breaks, reco
     found = graph_verdicts({"compile_s": 9.0, "graph_breaks": breaks, "recompiles": recompiles}, native)
     assert [verdict.held for verdict in found] == [verdict.to_json()["held"] for verdict in found] == expected
     assert [verdict.text().endswith("met") for verdict in found] == expected
+
+
+def test_auto_may_need_no_more_memory_than_native():
+    assert memory_verdict(1_000, 900).held
+    assert memory_verdict(100_000, 100_100).held
+    assert not memory_verdict(100_000, 100_200).held
