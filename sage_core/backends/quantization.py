@@ -180,9 +180,11 @@ def quantize(
     value_out = empty(batch, kv_heads, dim, padded_len, dtype=torch.float8_e4m3fn)
     value_programs = key_programs
     if query_out is None:
-        launch(query, key, value, value_out, value_out, 0, 0, value_programs)
+        # nothing is read of query and key, nor of value in the next launch; only a tensor's dtype counts then
+        in_8_bits = value_out.view(torch.int8)
+        launch(query, key, value, in_8_bits, in_8_bits, 0, 0, value_programs)
         del value
-        value, value_programs = key, 0  # of which nothing is read then
+        value, value_programs = key, 0
         query_out = empty(batch, heads, qo_len, dim, dtype=torch.int8)
     key_out = empty(batch, kv_heads, kv_len, dim, dtype=torch.int8)
     launch(query, key, value, query_out, key_out, query_programs, key_programs, value_programs)

@@ -200,14 +200,17 @@ class Launches:
         self.compiled.append(triton.compile(source, target=target, options={"num_warps": num_warps}))
 
 
-def compiled_for(monkeypatch, capability: int, blocks: quantization.Blocks, smooth_k: bool, *shapes) -> list[Any]:
-    """Both kernels, compiled for tensors of these shapes."""
+def compiled_for(
+    monkeypatch, capability: int, blocks: quantization.Blocks, smooth_k: bool, *shapes, release: bool = False
+) -> list[Any]:
+    """What each launch compiles for tensors of these shapes, for the whole or for the first of two halves."""
     compiled: list[Any] = []
-    for name in ("_statistics", "_quantize"):
-        monkeypatch.setattr(quantization, name, Launches(getattr(quantization, name), capability, compiled))
     tensors = [torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes]
     query_out = torch.empty((*shapes[0][:-1], quantization.padded_dim(tensors[0])), dtype=torch.int8, device="meta")
-    quantization.quantize(tensors, blocks, smooth_k, query_out)
+    with monkeypatch.context() as patch:
+        for name in ("_statistics", "_quantize"):
+            patch.setattr(quantization, name, Launches(getattr(quantization, name), capability, compiled))
+        quantization.quantize(tensors, blocks, smooth_k, None if release else query_out)
     return compiled
 
 
@@ -233,7 +236,9 @@ def test_it_compiles_for_each_gpu(monkeypatch, tmp_path, capability, blocks, smo
         pytest.skip(f"Triton {triton.__version__} has no code for sm_{capability}")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     statistics, quantize = compiled_for(monkeypatch, capability, blocks, smooth_k, *shapes)
-    for kernel in (statistics, quantize):
+    released = compiled_for(monkeypatch, capability, blocks, smooth_k, *shapes, release=True)
+    assert len(released) == 3  # value goes first
+    for kernel in (statistics, quantize, *released):
         assert f".target sm_{capability}" in kernel.asm["ptx"]
         assert len(kernel.asm["cubin"]) > 0
         assert kernel.metadata.shared <= SHARED_MEMORY
