@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -78,7 +77,6 @@ class Compiler:
         self.backend = backend
         self.graphs: dict[str, dict[str, Any]] = {}
         self._graph_of: dict[str, str] = {}
-        self._recompiles: Counter[str] = Counter()
 
     def compile(self, name: str, model: Any) -> Any:
         from comfy_api.torch_helpers import set_torch_compile_wrapper
@@ -96,13 +94,14 @@ class Compiler:
         graph_breaks, traced = (now - then for now, then in zip(Counts.now(), before, strict=True))
         graph = self._graph_of[name]
         if graph not in self.graphs:
-            self.graphs[graph] = {"compile_s": round(seconds, 3), "graph_breaks": graph_breaks}
+            self.graphs[graph] = {"compile_s": round(seconds, 3), "graph_breaks": graph_breaks, "recompiles": 0}
         else:
-            self._recompiles[name] += traced
+            self.graphs[graph]["recompiles"] += traced
 
     def found(self, name: str) -> Mapping[str, Any]:
-        """What compiling its graph took, the breaks in it, and what was traced again in runs of the entry."""
-        return {**self.graphs[self._graph_of[name]], "recompiles": self._recompiles[name]}
+        """What compiling the entry's graph took, the breaks in it, and how often code of it was traced again: whichever
+        entry runs first after a change has that done for all."""
+        return dict(self.graphs[self._graph_of[name]])
 
     def reset(self) -> None:
         """Forget all code: of another size it would be traced as one for any size, and it holds the weights."""
