@@ -177,7 +177,7 @@ class CandidateFinder:
         if self.policy.tolerance is None:
             return NO_CHECK
         device = call.query.device
-        # beyond 32 bits it is made in another way
+        # beyond 32 bits it may be made in another way
         far = spec.max_offset > MAX_OFFSET_32_BIT
         key = f"{self.session.device_name(device)}: {spec.without_offsets()!r}{' beyond 32 bits' if far else ''}"
         known = Timing.from_json(self.session.measurements.get("checks", key))

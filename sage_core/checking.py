@@ -97,13 +97,15 @@ def _reference(call: AttentionCall, spec: AttentionSpec, rows: Tensor, exact: bo
     """Attention of the sampled rows of query, in fp32: (batch, heads, rows, head_dim)."""
     query, key, value = (_heads_first(tensor, spec.head_dim, call.skip_reshape) for tensor in call[:3])
     mask = None if call.mask is None else _one_of_each(four_axes(call.mask))
+    # flash counts in 64 bits; what PyTorch chooses among may not
+    in_parts = (parts := _parts(spec)) > 1 and all(tensor.stride(-1) == 1 for tensor in (query, key, value))
+    if in_parts and not exact:
+        return _in_parts(query.index_select(2, rows), key, value, spec.softmax_scale, parts)
     reached = spec.max_offset
     if mask is not None:
         reached = max(reached, mask[:, :, : len(rows)].numel() - 1)
     if exact or reached > MAX_OFFSET_32_BIT:
         return exact_attention(query, key, value, "HND", spec.softmax_scale, mask, rows)
-    if (parts := _parts(spec)) > 1 and all(tensor.stride(-1) == 1 for tensor in (query, key, value)):
-        return _in_parts(query.index_select(2, rows), key, value, spec.softmax_scale, parts)
     if mask is not None and mask.shape[2] > 1:
         mask = mask.index_select(2, rows)
     if mask is not None and mask.dtype is not torch.bool:

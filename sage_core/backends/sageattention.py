@@ -16,7 +16,7 @@ from ..device import on_default_stream
 from ..environment import Environment
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec, MaskKind
-from ..support import MAX_GRID, Support
+from ..support import MAX_GRID, MAX_OFFSET_32_BIT, Support
 from .base import Backend, Kernel, Tolerance
 from .binding import declared, find_function, import_package, refuse_parameters
 
@@ -46,6 +46,9 @@ fp8 are summed in."""
 E4M3_MAX = 448.0
 E4M3_MAX_IN_FP16 = 2.25
 """What value is scaled to, as sageattn_qk_int8_pv_fp8_cuda() has it: sums in fp16 must not overflow."""
+
+LARGEST_VALUE_TILE = 128
+"""What the length of value is padded to a multiple of, at most."""
 
 SAGEATTN_1_HEAD_DIMS = (64, 96, 128)
 """The assertion on headdim in sageattn() of 1.0.6."""
@@ -207,6 +210,29 @@ def _a_whole_key_tile(spec: AttentionSpec) -> Refusal | None:
     return Refusal(RefusalCode.KV_LEN, detail)
 
 
+def _fused_support(name: str, archs: tuple[str, ...]) -> Support:
+    """What serves behind quantization of our own, which counts in 64 bits: query, key and value may lie in tensors of
+    any size. The attention function counts in 32 bits, in what came of them."""
+
+    def within_32_bits(spec: AttentionSpec) -> Refusal | None:
+        padded_dim = 64 if spec.head_dim <= 64 else 128
+        rows = max(spec.num_qo_heads * spec.qo_len, spec.num_kv_heads * (spec.kv_len + LARGEST_VALUE_TILE))
+        elements = spec.batch_size * rows * padded_dim
+        if elements <= MAX_OFFSET_32_BIT:
+            return None
+        detail = f"query, key or value has {elements} elements, padded; {name} takes at most {MAX_OFFSET_32_BIT}"
+        return Refusal(RefusalCode.OFFSET, detail)
+
+    return Support(
+        archs=archs,
+        max_head_dim=MAX_HEAD_DIM,
+        smooth_k=True,
+        max_batch_size=MAX_GRID,
+        max_offset=None,
+        rules=(within_32_bits,),
+    )
+
+
 def _full_key_tiles(spec: AttentionSpec) -> Refusal | None:
     """sageattn() of 1.0.6 lets the missing keys of a partial last tile take part in the softmax."""
     if spec.kv_len % SAGEATTN_1_KEY_TILE == 0:
@@ -225,7 +251,7 @@ SAGEATTN_FP8_SM90 = Backend(
 )
 SAGEATTN_FP8_SM90_FUSED = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",
-    support=Support(archs=SM90_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, max_batch_size=MAX_GRID),
+    support=_fused_support("sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)", SM90_ARCHS),
     tolerance=INT8_FP8,
     load=_load_fused("sm90", query_tile=64, query_warp=16, key_tile=128, value_tile=128),
     package=PACKAGE,
@@ -240,7 +266,7 @@ SAGEATTN_FP8 = Backend(
 )
 SAGEATTN_FP8_FUSED = Backend(
     name="sageattn_qk_int8_pv_fp8_cuda (fused quantization)",
-    support=Support(archs=FP8_CUDA_ARCHS, max_head_dim=MAX_HEAD_DIM, smooth_k=True, max_batch_size=MAX_GRID),
+    support=_fused_support("sageattn_qk_int8_pv_fp8_cuda (fused quantization)", FP8_CUDA_ARCHS),
     tolerance=INT8_FP8,
     load=_load_fused("sm89", query_tile=128, query_warp=32, key_tile=64, value_tile=64),
     package=PACKAGE,

@@ -63,6 +63,12 @@ ACCEPTED = [
     (SM90, make_spec("sm90")),
     (SM90, make_spec("sm90", 40, qo_len=1, kv_len=77, num_kv_heads=8, sm_scale=1.0, dtype="float16")),
     (SM90_FUSED, make_spec("sm90")),
+    # a third of a fused tensor whose last elements are beyond 32 bits, and the most elements that a call may have
+    *[
+        (name, make_spec(arch, num_qo_heads=56, num_kv_heads=56, qo_len=99_866, kv_len=99_866, max_offset=2**31))
+        for name, arch in ((SM90_FUSED, "sm90"), (FP8_FUSED, "sm89"))
+    ],
+    (SM90_FUSED, make_spec("sm90", num_qo_heads=1, num_kv_heads=1, qo_len=2**24 - 1)),
     (FP16, make_spec("sm80", kv_len=64)),
     *[(FP8_FUSED, make_spec(arch)) for arch in ("sm89", "sm100", "sm120", "sm121")],
     *[(FP8, make_spec(arch)) for arch in ("sm89", "sm100", "sm120", "sm121")],
@@ -100,15 +106,25 @@ ACCEPTED = [
     ("int8_reference", make_spec("cpu", 80, dtype="float32", mask_kind=MaskKind.ADDITIVE)),
 ]
 
+SMALL = {"num_qo_heads": 1, "num_kv_heads": 1, "qo_len": 64, "kv_len": 64}
 REFUSED = [
     *[(FP16, make_spec("sm80", kv_len=length), {RefusalCode.KV_LEN: (str(length), "64")}) for length in (1, 63)],
     *[
-        (name, make_spec(arch, batch_size=65_536), {RefusalCode.SHAPE: ("65536", "65535")})
+        (name, make_spec(arch, batch_size=65_536, **SMALL), {RefusalCode.SHAPE: ("65536", "65535")})
         for name, arch in (
             *((SM90, "sm90"), (SM90_FUSED, "sm90"), (FP8, "sm89"), (FP8_FUSED, "sm89")),
             *((FP16, "sm80"), (TRITON, "sm86"), (SAGE1, "sm86")),
         )
     ],
+    *[
+        (
+            SM90_FUSED,
+            make_spec("sm90", head_dim, num_qo_heads=1, num_kv_heads=1, **long),
+            {RefusalCode.OFFSET: ("2147",)},
+        )
+        for head_dim, long in ((128, {"qo_len": 2**24}), (40, {"qo_len": 2**25}), (72, {"kv_len": 2**24 - 128}))
+    ],
+    (FP8_FUSED, make_spec("sm89", num_qo_heads=1, qo_len=2**24), {RefusalCode.OFFSET: ("2147483648", "2147483647")}),
     (SM90_FUSED, make_spec("sm89"), {RefusalCode.ARCH: ("sm89", "sm90")}),
     (FP8_FUSED, make_spec("sm90"), {RefusalCode.ARCH: ("sm90",)}),
     (SM90_FUSED, make_spec("sm90", 160), {RefusalCode.HEAD_DIM: ("160", "128")}),
