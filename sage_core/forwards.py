@@ -153,7 +153,7 @@ class Review:
 
         before = self.settled(run)
         try:
-            comparison, native_output, plan_output = compare_forwards(native, plan, wait)
+            comparison, native_output, plan_output = compare_forwards(native, plan, wait, self.host_bound(key))
         except torch.OutOfMemoryError as error:
             run.leave_uncompared(key, explain(error, NATIVE).detail)
             return output

@@ -381,6 +381,18 @@ def test_noise_is_by_how_much_native_usually_takes_longer_than_at_best(monkeypat
     assert found.noise == pytest.approx(noise)
 
 
+@pytest.mark.parametrize(("host_bound", "noise"), [(None, 0.0), (False, 0.0), (True, 0.05)])
+def test_where_the_host_limits_a_forward_a_few_percent_are_noise(monkeypatch, host_bound, noise):
+    """Even where each time of the plan is shorter than every native one."""
+    for plan_ms, faster in ((0.94 * 150, True), (0.97 * 150, not host_bound), (0.996 * 150, False)):
+        monkeypatch.setattr(comparing, "time", clock := Clock())
+        found = compare_forwards(taking(clock, 150), taking(clock, plan_ms), None, host_bound)[0]
+        assert found.noise == pytest.approx(noise)
+        assert found.faster is faster
+    monkeypatch.setattr(comparing, "time", clock := Clock())
+    assert compare_forwards(taking(clock, 150, 180, 180), taking(clock, 151), None, True)[0].noise == pytest.approx(0.2)
+
+
 @pytest.mark.parametrize(
     ("milliseconds", "forwards"),
     [(500, 1), (250, 2), (150, 3), (110, 4), (60, 1 + 2 * 4), (30, 1 + 4 * 4), (10, 1 + 8 * 5), (0, 1 + 8 * 5)],
@@ -499,6 +511,17 @@ def test_what_limits_the_forward_is_measured_and_decides(
     assert served(warm.run()) == {expected: 6}
     assert warm.run()["comparison_calls"] == 0
     assert same_bits(first, second)
+
+
+@pytest.mark.parametrize(("around_ms", "expected"), [(20.0, "saves host time"), (40.0, NATIVE)])
+def test_a_forward_that_the_host_limits_must_gain_more_than_hosts_vary(asynchronous, around_ms, expected):
+    """Three calls that save half a millisecond each: 6.5 % of a shorter forward, 3.5 % of a longer one."""
+    asynchronous.native_ms, asynchronous.native_host_ms = 0.1, 1.0
+    asynchronous.add("saves host time", 0.1, 0.5, exact=True)
+    steps = (1.0, 0.5, 0.0)
+    sampled(asynchronous, launching(asynchronous, around_ms), steps=steps)
+    warm, _ = sampled(asynchronous, launching(asynchronous, around_ms), steps=steps)
+    assert served(warm.run()) == {expected: 6}
 
 
 def test_forwards_that_share_calls_and_are_limited_differently_have_plans_of_their_own(asynchronous, monkeypatch):
