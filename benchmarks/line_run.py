@@ -182,7 +182,8 @@ class LineRun:
             target = line.target if TARGET_GPU in self.machine.name else None
             judged = verdicts(medians, self.result["noise"], target)
             if self.machine.cuda:  # no peak is read elsewhere
-                judged.append(memory_verdict(found[NATIVE]["peak_bytes"], found[AUTO]["peak_bytes"]))
+                peaks = (found[name]["peak_bytes"] for name in (NATIVE, AUTO))
+                judged.append(memory_verdict(*peaks, compiled=self.compiler is not None))
             self.result["verdicts"] = as_json(judged)
             if self.compiler is not None:
                 graphs = graph_verdicts(found[AUTO]["compiled"], found[NATIVE]["compiled"])

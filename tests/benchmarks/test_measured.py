@@ -9,49 +9,85 @@ from typing import Any
 
 import pytest
 
-from benchmarks.ratios import graph_verdicts, noise, ratio, verdicts
+from benchmarks.markdown import GIB
+from benchmarks.ratios import graph_verdicts, memory_verdict, noise, ratio, verdicts
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SECTION = re.split(r"^## What it brings$", README, flags=re.MULTILINE)[1].split("\n## ")[0]
 REPORTS = [json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / "docs" / "measured").glob("*.json")]
 MEASURED = [line for report in REPORTS for line in report["lines"]]
-LINES = {
-    line["title"]: (line, report)
-    for report in REPORTS
-    if not report.get("compile_with")  # the table is for models that are not compiled
-    for line in report["lines"]
+COMPILED = ", compiled"
+LINES = {line["title"]: (line, report) for report in REPORTS for line in report["lines"]}
+KERNELS = {
+    "fused": "sageattn_qk_int8_pv_fp8_cuda_sm90 (fused quantization)",
+    "cuDNN": "sdpa: cudnn",
+    "efficient": "sdpa: efficient",
 }
-ENTRIES = {
-    "native": "native",
+IN_GRAPH, OUTSIDE = "plain sageattn, in the graph", "plain sageattn, outside the graph"
+SPEED = {
     "ComfyUI's `--use-sage-attention`": "core sage",
     "ComfyUI's comfy-kitchen INT8": "core comfy-kitchen int8",
     "SageAttention for every call": "plain sageattn",
+    "SageAttention, in the graph": IN_GRAPH,
+    "SageAttention, outside the graph": OUTSIDE,
     "this pack, `auto`": "auto",
 }
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("|")]
-TITLES = ROWS[0][1:]
+SECONDS = {
+    "seconds to compile: native": "native",
+    "seconds: SageAttention, in the graph": IN_GRAPH,
+    "seconds: `auto`": "auto",
+}
+PEAK = {
+    "GiB: native": "native",
+    "GiB: SageAttention": "plain sageattn",
+    "GiB: SageAttention, in the graph": IN_GRAPH,
+    "GiB: `auto`": "auto",
+}
 
 
-def test_the_table_has_every_line_that_was_measured() -> None:
-    assert set(TITLES) == LINES.keys()
+def rows_of_tables() -> dict[str, dict[str, str]]:
+    """Each row of both tables: cells by the head of their column, under the title of its line."""
+    found = {}
+    for block, ending in zip(re.findall(r"(?:^\|.*\n)+", SECTION, flags=re.MULTILINE), ("", COMPILED), strict=True):
+        (_, *heads), _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in block.splitlines()]
+        found |= {title + ending: dict(zip(heads, cells, strict=True)) for title, *cells in rows}
+    return found
 
 
-@pytest.mark.parametrize("title", TITLES)
-def test_a_column_is_what_was_measured(title: str) -> None:
+ROWS = rows_of_tables()
+
+
+def test_the_tables_have_every_line_that_was_measured() -> None:
+    assert ROWS.keys() == LINES.keys()
+
+
+@pytest.mark.parametrize("title", ROWS)
+def test_a_row_is_what_was_measured(title: str) -> None:
     line, report = LINES[title]
-    column = {row[0]: row[1 + TITLES.index(title)] for row in ROWS[2:]}
-    for shown, name in ENTRIES.items():
-        entry = line["entries"][name]
-        expected = "-" if entry["status"] == "missing" else f"{entry['ratio']['median']:.2f}"
-        assert column[shown] == expected, shown
-    kernels = re.findall(r"`([^`]+)`", column["what `auto` took"]) or [column["what `auto` took"]]
-    assert set(kernels) == set(line["entries"]["auto"]["calls_by_kernel"]) - ({"native"} - set(kernels))
-    assert column["noise"] == f"{line['noise'] * 100:.1f} %"
+    cells = dict(ROWS[title])
+    entries = {name: entry for name, entry in line["entries"].items() if entry["status"] == "ok"}
+    expected = {}
+    for head, name in SPEED.items():
+        expected[head] = f"{entries[name]['ratio']['median']:.2f}" if name in entries else "-"
+    expected |= {head: f"{entries[name]['peak_bytes'] / GIB:.2f}" for head, name in PEAK.items() if name in entries}
+    expected |= {"rounds": str(line["rounds"]), "noise": f"{line['noise'] * 100:.1f} %"}
+    if title.endswith(COMPILED):
+        expected |= {head: f"{entries[name]['compiled']['compile_s']:.0f}" for head, name in SECONDS.items()}
+    else:
+        took = {KERNELS.get(name, name) for name in cells.pop("what `auto` took").split(", ")}
+        served = set(entries["auto"]["calls_by_kernel"])
+        assert took == (served - {"native"} or served)
+    assert cells == {head: expected[head] for head in cells}
+    assert len(cells) >= 9
     environment = report["environment"]
     assert environment["devices"][0]["name"] == "NVIDIA H200"
     assert f"ComfyUI {environment['comfyui']}" in SECTION
     assert f"torch {environment['torch'].rpartition('.')[0]}" in SECTION
+
+
+def test_short_names_of_kernels_are_told() -> None:
+    assert all(f"*{short}*" in SECTION and f"`{name}`" in SECTION for short, name in KERNELS.items())
 
 
 @pytest.mark.parametrize("line", MEASURED, ids=lambda line: line["title"])
@@ -64,6 +100,10 @@ def test_what_was_measured_follows_from_its_own_seconds_and_met_its_bars(line: d
     assert line["repeatable"]["warm_bits_equal"] is line["repeatable"]["from_disk_bits_equal"] is True
     medians = {name: entry["ratio"]["median"] for name, entry in entries.items() if name != "native again"}
     assert all(verdict.held for verdict in verdicts(medians, line["noise"]))
+    memory = memory_verdict(
+        *(entries[name]["peak_bytes"] for name in ("native", "auto")), "compiled" in entries["auto"]
+    )
+    assert memory.held or memory.target
     if "compiled" in entries["auto"]:
         counts = (entries[name]["compiled"] for name in ("auto", "native"))
         assert all(verdict.held for verdict in graph_verdicts(*counts))

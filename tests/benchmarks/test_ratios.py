@@ -83,7 +83,9 @@ def test_the_pack_may_not_add_to_what_torch_compile_does_for_native(breaks, reco
     assert [verdict.text().endswith("met") for verdict in found] == expected
 
 
-def test_auto_may_need_no_more_memory_than_native():
-    assert memory_verdict(1_000, 900).held
-    assert memory_verdict(100_000, 100_100).held
-    assert not memory_verdict(100_000, 100_200).held
+@pytest.mark.parametrize("compiled", [False, True])
+def test_auto_may_need_no_more_memory_than_native(compiled):
+    assert memory_verdict(1_000, 900, compiled).held
+    assert memory_verdict(100_000, 100_100, compiled).held
+    assert not memory_verdict(100_000, 100_200, compiled).held
+    assert memory_verdict(1, 1, compiled).target is compiled
