@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..environment import Environment
-from ..operators import CUDA_ARCHS, FLASH, FLASH_CPU_SCHEMA, FLASH_MAX_HEAD_DIM, FLASH_SCHEMA
+from ..operators import CUDA_ARCHS, FLASH_MAX_HEAD_DIM, flash_operator
 from ..operators import operator as _operator
 from ..refusal import Refusal, RefusalCode
 from ..spec import AttentionSpec, MaskKind
@@ -53,8 +53,7 @@ def _load_flash(environment: Environment, arch: str, allow_download: bool) -> Ke
     on_cpu = arch == "cpu"
     if not on_cpu and not torch.backends.cuda.is_flash_attention_available():
         return (Refusal(RefusalCode.BUILD, f"this torch {torch.__version__} was built without FlashAttention"),)
-    name = f"{FLASH}_for_cpu" if on_cpu else FLASH
-    operator = _operator(name, FLASH_CPU_SCHEMA if on_cpu else FLASH_SCHEMA)
+    operator = flash_operator(on_cpu)
     if operator is None:
         return _kernel(_pinned(SDPBackend.FLASH_ATTENTION), GROUPED)
     return _kernel(lambda q, k, v, scale, _: operator(q, k, v, scale=scale)[0], GROUPED)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sage_core import operators
 from sage_core.backends import sdpa
 from sage_core.backends.base import Kernel
 from sage_core.environment import Environment
@@ -73,10 +74,19 @@ def test_the_direct_call_gives_the_bits_of_the_pinned_public_function():
     assert torch.equal(direct, pinned)
 
 
-@pytest.mark.parametrize("name", ["_scaled_dot_product_flash_attention_for_cpu", "_no_such_operator"])
-def test_another_schema_falls_back_to_the_public_function(monkeypatch, name):
-    monkeypatch.setattr(sdpa, "FLASH_CPU_SCHEMA", "query key value something_new")
-    assert sdpa._operator(name, sdpa.FLASH_CPU_SCHEMA) is None
+@pytest.fixture(autouse=True)
+def looked_up_anew():
+    """Which operator there is, is looked up once in a process."""
+    operators.flash_operator.cache_clear()
+    yield
+    operators.flash_operator.cache_clear()
+
+
+@pytest.mark.parametrize("changed", [{"FLASH_CPU_SCHEMA": "query key value something_new"}, {"FLASH": "_no_such"}])
+def test_another_schema_falls_back_to_the_public_function(monkeypatch, changed):
+    for name, value in changed.items():
+        monkeypatch.setattr(operators, name, value)
+    assert operators.flash_operator(True) is None
     kernel = sdpa.SDPA_FLASH.load(Environment(), "cpu", False)
     query, key, value, expected = example("NHD", heads=(6, 2))
     output = kernel.function(query, key, value, tensor_layout="NHD", sm_scale=0.3)
@@ -87,7 +97,7 @@ def test_another_schema_falls_back_to_the_public_function(monkeypatch, name):
     ("backend", "operator", "schema"),
     [
         (sdpa.SDPA_CUDNN, "_scaled_dot_product_cudnn_attention", sdpa.CUDNN_SCHEMA),
-        (sdpa.SDPA_FLASH, "_scaled_dot_product_flash_attention", sdpa.FLASH_SCHEMA),
+        (sdpa.SDPA_FLASH, "_scaled_dot_product_flash_attention", operators.FLASH_SCHEMA),
         (sdpa.SDPA_EFFICIENT, "_scaled_dot_product_efficient_attention", sdpa.EFFICIENT_SCHEMA),
     ],
     ids=lambda value: getattr(value, "name", ""),
