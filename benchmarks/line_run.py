@@ -70,6 +70,9 @@ class LineRun:
                 continue
             self._prepare(name, entry, sampling, reference)
             longest = max(longest, time.perf_counter() - start)
+        for name in self.options.entries or ():
+            if not any(name == each.partition(",")[0] for each in all_entries):
+                self.result["entries"][name] = {"status": "missing", "error": "there is no entry of that name here"}
         self._rounds(sampling, deadline)
         self._finish(line)
 

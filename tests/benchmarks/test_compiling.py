@@ -143,7 +143,7 @@ def test_a_line_is_compiled_with_no_more_layers_and_says_how_many():
 @pytest.fixture(scope="module", params=all_hosts(), ids=lambda host: host.name)
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """The line of a run of the command, with the text that it printed."""
-    folder, own = tmp_path_factory.mktemp("out"), "native (observe only),int8_reference"
+    folder, own = tmp_path_factory.mktemp("out"), "native (observe only),int8_reference,misspelt"
     text, report = measure(request.param, folder, "--compile", "--lines", "flux-1024", "--entries", own)
     backend, reason = compiling.backend(torch.device("cpu"))
     assert report["compile_with"] == backend
@@ -153,7 +153,8 @@ def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def test_every_entry_of_a_compiled_line_is_measured(done: dict[str, Any]) -> None:
-    entries = done["line"]["entries"]
+    entries = dict(done["line"]["entries"])
+    assert entries.pop("misspelt") == {"status": "missing", "error": "there is no entry of that name here"}
     assert set(entries) == {"native", "native (observe only)", "auto", "int8_reference", "native again"}
     for name, entry in entries.items():
         assert entry["status"] == "ok", (name, entry)
